@@ -20,7 +20,7 @@ from megastrategy.core.collectives import (
     BackendCollectives,
     Collectives,
     GlooCollectives,
-    HostStagedCollectives,
+    ViaHostCollectives,
     make_collectives,
 )
 from megastrategy.core.collectives.part_sums import bytes_of
@@ -95,8 +95,8 @@ def _digest(found: Any, tensors: Mapping[str, Tensor]) -> str:
 class _Sleepy(GlooCollectives):
     """Delivers results late, by times of its own."""
 
-    def __init__(self, group: Any, roll_call: Any) -> None:
-        super().__init__(group, roll_call)
+    def __init__(self, group: Any, rank_check: Any) -> None:
+        super().__init__(group, rank_check)
         self._random = random.Random(group.rank())
 
     def _start(self, what: str, run: Callable[[], object]) -> Any:
@@ -118,9 +118,9 @@ def collectives_for(rank: Rank, late: Late = "nothing") -> Collectives | None:
     # With its roll call and what else it takes to watch others.
     made = make_collectives(group, rank.device.torch_device)
     if rank.way == "backend":
-        return BackendCollectives(group, made.roll_call)
+        return BackendCollectives(group, made.rank_check)
     kind = _Sleepy if late == "results" else GlooCollectives
-    return HostStagedCollectives(kind(group, made.roll_call), rank.device.torch_device, rank.device.streams)
+    return ViaHostCollectives(kind(group, made.rank_check), rank.device.torch_device, rank.device.streams)
 
 
 def wrap(

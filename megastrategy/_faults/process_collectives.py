@@ -68,7 +68,7 @@ def count_barrier(barrier: str) -> None:
     """Counts a barrier of the framework's, which all ranks enter: a rank in it is then known to be past the place where
     another rank saves without it."""
     if (collectives := _state().collectives) is not None:
-        collectives.progress.enter(barrier)
+        collectives.progress.enter_barrier(barrier)
 
 
 def give_up_engine_collectives() -> None:

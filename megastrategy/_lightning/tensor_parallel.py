@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .._checkpoints.validation import check_module_state
-from ..core import DistributedDataParallel, one_listener
+from ..core import DistributedDataParallel, combine_listeners
 from .meshes import (
     DATA,
     ModelSizes,
@@ -134,7 +134,7 @@ class TensorParallelStrategy(TrainerStrategy):
             model,
             self.config,
             process_group=mesh.get_group(DATA),
-            listener=one_listener(self._listeners),
+            listener=combine_listeners(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
         self._engine = wrapped.engine

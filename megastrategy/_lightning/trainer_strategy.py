@@ -57,9 +57,9 @@ from ..core import (
     Event,
     adapt_scaler,
     announce_tokens,
+    combine_listeners,
     config_from_arguments,
     describe_translation,
-    one_listener,
     to_host,
     weigh_announced,
 )
@@ -182,7 +182,7 @@ class TrainerStrategy(
             model,
             self.config,
             collectives=engine_collectives(self.root_device, agreed=True),
-            listener=one_listener(self._listeners),
+            listener=combine_listeners(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
         self._engine = wrapped.engine

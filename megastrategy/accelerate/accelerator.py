@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from .._checkpoints.directories import written_by
 from .._faults.process_collectives import checkpoint_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import Collectives, DistributedOptimizer, LoneCollectives, adapt_scaler
+from ..core import Collectives, DistributedOptimizer, SingleRankCollectives, adapt_scaler
 from . import checkpoint
 from .counts_tokens import CountsTokens
 from .plugin import MegatronDDPPlugin, refuse_other_engines
@@ -413,7 +413,7 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
     def _enter(self, barrier: str) -> None:
         """Counts a barrier, so that a rank in it is known to be past where another rank is."""
         if (collectives := self._collectives()) is not None:
-            collectives.progress.enter(barrier)
+            collectives.progress.enter_barrier(barrier)
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
         models, hooks = self._models, self._save_model_state_pre_hook
@@ -485,7 +485,7 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
                     raise ValueError(
                         "a directory has the optimizers of one model each, and here one has parameters of several"
                     )
-                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=LoneCollectives()))
+                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=SingleRankCollectives()))
                 known = DistributedOptimizer(item.optimizer, models[-1])
             loading += [known] if known is not None else []
         try:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ..core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    LoneCollectives,
+    SingleRankCollectives,
     announce_tokens,
     weigh_announced,
     weigh_by_tokens,
@@ -58,7 +58,7 @@ class CountsTokens:
     def _beside(self, model: Module) -> DistributedDataParallel:
         engines = self._engines_beside
         if (beside := engines.get(model)) is None:
-            beside = engines[model] = DistributedDataParallel(model, _CONFIG, collectives=LoneCollectives())
+            beside = engines[model] = DistributedDataParallel(model, _CONFIG, collectives=SingleRankCollectives())
         # What a forward tells the engine of a wrapped model.
         beside.require_backward_grad_sync = self.sync_gradients
         beside.engine.reducer.before_forward()

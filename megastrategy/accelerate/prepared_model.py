@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from .._prepared_models import PreparedModels
 from ..core import (
-    OF_TORCHS_REDUCER,
+    REDUCER_ATTRIBUTES,
     DistributedDataParallel,
     join_norm,
     norms_over_owners,
@@ -44,7 +44,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             if module is None:
                 raise
             # after the module, which may have an attribute of the same name and is more likely meant
-            if name in OF_TORCHS_REDUCER and not hasattr(module, name):
+            if name in REDUCER_ATTRIBUTES and not hasattr(module, name):
                 raise
             return getattr(module, name)
 
@@ -116,7 +116,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         engine = self.engine
         engine.finish_grad_sync()
         indices = [engine.index_by_id[id(param)] for param in params]
-        engine.grad_buffers.adopt_written(indices)
+        engine.grad_buffers.adopt_written_grads(indices)
         grads = [engine.owned_grad(index) for index in indices if engine.grad_buffers.has_grad[index]]
         return [grad for grad in grads if grad is not None]
 

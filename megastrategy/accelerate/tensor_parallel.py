@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from .._faults.process_collectives import engine_collectives
-from ..core import DistributedDataParallelConfig, LoneCollectives, cut_state, dtensors_of
+from ..core import DistributedDataParallelConfig, SingleRankCollectives, cut_state, dtensors_of
 from .plugin import MegatronDDPPlugin
 from .prepared_model import PreparedModel
 
@@ -96,7 +96,7 @@ class TensorParallel:
             made = PreparedModel(model, self.megatron_ddp_config, process_group=group, all_reduce_option=way_out)
             take_whole_states(model)
             return made
-        collectives = engine_collectives(self.device) if self.use_distributed else LoneCollectives()
+        collectives = engine_collectives(self.device) if self.use_distributed else SingleRankCollectives()
         return PreparedModel(model, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
 
     def _data_parallel_group(self) -> ProcessGroup:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ..core import DDP_FUNCTIONS, SHOWN, DistributedDataParallel, field_names, refuse_function
+from ..core import DDP_ATTRIBUTES, DDP_FUNCTIONS, DistributedDataParallel, field_names, refuse_function
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
@@ -69,7 +69,7 @@ for _name in DDP_FUNCTIONS - vars(TorchDDPByName).keys():
 
 _BEHIND_THE_MODULES = ("dim", "use_side_stream_for_tensor_copies")
 _ENGINES: dict[str, Callable[[Any], Any]] = {
-    name: value for name, value in SHOWN.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)
+    name: value for name, value in DDP_ATTRIBUTES.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)
 }
 """Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
 

@@ -16,13 +16,13 @@ from .checkpoint import (
     is_directory_checkpoint,
     own_prefix,
 )
-from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives, private_group, subgroup
+from .collectives import Collectives, SingleRankCollectives, host_collectives, make_collectives, private_group, subgroup
 from .config import DistributedDataParallelConfig, field_names
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
-from .events import Event, EventKind, one_listener
+from .events import Event, EventKind, combine_listeners
 from .layout import (
     Bucket,
     BufferLayout,
@@ -45,9 +45,9 @@ from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, 
 from .shards import gather_whole, to_host
 from .sync import norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
+    DDP_ATTRIBUTES,
     DDP_FUNCTIONS,
-    OF_TORCHS_REDUCER,
-    SHOWN,
+    REDUCER_ATTRIBUTES,
     config_from_arguments,
     describe_translation,
     refuse_function,
@@ -55,11 +55,11 @@ from .torch_ddp_surface import (
 from .trials import KnownFindings
 
 __all__ = [
+    "DDP_ATTRIBUTES",
     "DDP_FUNCTIONS",
     "EXTRA_FILE",
     "MARKER",
-    "OF_TORCHS_REDUCER",
-    "SHOWN",
+    "REDUCER_ATTRIBUTES",
     "Bucket",
     "BufferLayout",
     "CheckpointError",
@@ -76,16 +76,17 @@ __all__ = [
     "FollowsStages",
     "GradScaler",
     "KnownFindings",
-    "LoneCollectives",
     "NotOnAllRanksError",
     "OpenDirectory",
     "ParamSpec",
     "RemoteDirectory",
+    "SingleRankCollectives",
     "StagedModule",
     "adapt_scaler",
     "announce_tokens",
     "better_layout_order",
     "build_layout",
+    "combine_listeners",
     "config_from_arguments",
     "cut_state",
     "describe_hole",
@@ -105,7 +106,6 @@ __all__ = [
     "memory_use",
     "names_elsewhere",
     "norms_over_owners",
-    "one_listener",
     "own_prefix",
     "private_group",
     "refuse_function",

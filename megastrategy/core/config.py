@@ -234,7 +234,7 @@ CONTRADICTIONS = (
 """All pairs of options of which an object can have one alone; the first that is found is told."""
 
 
-OF_SHARDS = (
+SHARD_OPTIONS = (
     "reduce_scatter_with_fp32_accumulation",
     "grad_buffer",
     "grad_wire_dtype",

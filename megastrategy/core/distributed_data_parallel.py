@@ -22,7 +22,7 @@ from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_not_a_stage, check_not_inside_torch_ddp, check_replicas, common_device
 from .sync import read_count, weigh
-from .torch_ddp_surface import config_with, logging_data, refuse_comm_hook, shown
+from .torch_ddp_surface import config_with, ddp_attribute, logging_data, refuse_comm_hook
 
 
 class DistributedDataParallel(nn.Module):
@@ -104,7 +104,7 @@ class DistributedDataParallel(nn.Module):
             # A module's own attribute of that name is more likely meant where a subclass shows the module's.
             if "ddp_config" not in self.__dict__ or hasattr(self.module, name):
                 raise
-        return shown(self, name)
+        return ddp_attribute(self, name)
 
     def _set_static_graph(self) -> None:
         """Notes the declaration, and switches nothing.

@@ -117,9 +117,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._impl = impl = ShardedStep(optimizer, engine, findings)
         self._loads_by_itself = False
         self._number = 0
-        if impl.owner_collectives is not None and (roll_call := engine.collectives.roll_call) is not None:
-            roll_call.attend()
-            self._number = roll_call.num_attended
+        if impl.owner_collectives is not None and (rank_check := engine.collectives.rank_check) is not None:
+            rank_check.start_responder()
+            self._number = rank_check.num_optimizers
         if impl.has_shards:
             impl.hooks = [
                 optimizer.register_step_pre_hook(impl.refuse_direct_use),
@@ -488,7 +488,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _has_main_params(self) -> bool:
         """Whether some rank has main params. Collective over a pipeline's ranks."""
         impl = self._impl
-        apart = map(impl.layout.is_stepped_apart, range(len(impl.layout.params)))
+        apart = map(impl.layout.has_separate_main, range(len(impl.layout.params)))
         return has_main_params(impl, bool(impl.main_params_to_come) or any(apart))
 
     def _main_params_of_parts(self) -> dict[str, Tensor] | None:

@@ -67,7 +67,7 @@ class Event:
 Listener = Callable[[Event], None]
 
 
-def one_listener(listeners: Sequence[Listener]) -> Listener | None:
+def combine_listeners(listeners: Sequence[Listener]) -> Listener | None:
     """Returns a listener that tells all of them; None if there is none, so that the engine makes no events."""
     # The only one is called directly: an event is made for every gradient, inside backward.
     if len(listeners) <= 1:

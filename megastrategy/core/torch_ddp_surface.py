@@ -107,7 +107,7 @@ def bucket_bytes(model: Any) -> list[int]:
     return [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
 
 
-SHOWN: dict[str, Callable[[Any], Any]] = {
+DDP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "process_group": lambda model: world_group(),  # whose ranks are those of the engine's own groups
     "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
     "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
@@ -138,7 +138,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 }
 """torch DDP's attributes that have a meaning here, each with its value."""
 
-NOT_USED: dict[str, Callable[[], Any]] = {
+UNUSED_DDP_ATTRIBUTES: dict[str, Callable[[], Any]] = {
     "mixed_precision": lambda: None,
     "bucket_bytes_cap_list": list,
     "broadcast_bucket_size": lambda: 250 * 1024 * 1024,
@@ -163,31 +163,31 @@ NOT_USED: dict[str, Callable[[], Any]] = {
 }
 """Attributes of features that are not used here, with torch's value for that."""
 
-OF_TORCHS_REDUCER = ("logger", "_bucket_config")
+REDUCER_ATTRIBUTES = ("logger", "_bucket_config")
 
 DDP_FUNCTIONS = frozenset(
     name
     for name, value in vars(TorchDDP).items()
-    if callable(value) and not (name.startswith("__") or hasattr(nn.Module, name) or name in SHOWN)
+    if callable(value) and not (name.startswith("__") or hasattr(nn.Module, name) or name in DDP_ATTRIBUTES)
 )
 """torch DDP's functions, but for those that every module has and those that have a meaning here."""
 
 
-def shown(model: Any, name: str) -> Any:
+def ddp_attribute(model: Any, name: str) -> Any:
     """Returns the value here of an attribute of torch DDP's.
 
     Raises:
         AttributeError: if it belongs to torch's reducer, with what takes its place; and for a name that is not torch's.
     """
-    if name in OF_TORCHS_REDUCER:
+    if name in REDUCER_ATTRIBUTES:
         raise AttributeError(
             f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: "
             "_get_ddp_logging_data() returns its figures, layout.buckets its buckets"
         )
-    if name in SHOWN:
-        return SHOWN[name](model)
-    if name in NOT_USED:
-        return NOT_USED[name]()
+    if name in DDP_ATTRIBUTES:
+        return DDP_ATTRIBUTES[name](model)
+    if name in UNUSED_DDP_ATTRIBUTES:
+        return UNUSED_DDP_ATTRIBUTES[name]()
     if name in DDP_FUNCTIONS:
         return functools.partial(refuse_function, name)
     raise AttributeError(f"{type(model).__name__!r} object has no attribute {name!r}")

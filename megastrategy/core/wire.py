@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import devices
 
-NOTHING = -0.0
+NO_CHANGE = -0.0
 """A change that leaves every number as it is, also zero with its sign: 0.0 would make -0.0 positive."""
 
 BLOCK_NUMEL = 64
@@ -79,10 +79,10 @@ def add_changes_(weights: Tensor, change: Tensor, own: Sequence[tuple[int, int]]
         change: as many numbers, as they are sent.
         own: the parts ``[start, end)`` that this rank sent.
         is_even: whether that is one part, and all the rest came from others. Else it came with gaps, where
-            ``change`` is :data:`NOTHING`.
+            ``change`` is :data:`NO_CHANGE`.
     """
     for start, end in own:
-        fill_nothing_(wire_part(change, start, end))
+        fill_no_change_(wire_part(change, start, end))
     if is_even:
         [(start, end)] = own
         others = [(0, start), (end, weights.numel())]
@@ -94,7 +94,7 @@ def add_changes_(weights: Tensor, change: Tensor, own: Sequence[tuple[int, int]]
             held[start:end].add_(read_wire(wire_part(came, start, end), end - start))
     # The next gather may be of other parts, and what came now would be added again; equal parts come anew in whole.
     if not is_even:
-        fill_nothing_(change)
+        fill_no_change_(change)
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -150,14 +150,14 @@ def read_wire(wire: Tensor, numel: int) -> Tensor:
     return codes.float().mul_(scales.float()).view(-1)[:numel]
 
 
-def fill_nothing_(wire: Tensor) -> None:
-    """Makes every number in it :data:`NOTHING`."""
+def fill_no_change_(wire: Tensor) -> None:
+    """Makes every number in it :data:`NO_CHANGE`."""
     if wire.dtype != torch.int8:
-        wire.fill_(NOTHING)
+        wire.fill_(NO_CHANGE)
         return
     codes, scales = _codes_and_scales(wire)
     codes.zero_()
-    scales.fill_(NOTHING)
+    scales.fill_(NO_CHANGE)
 
 
 def _codes_and_scales(wire: Tensor) -> tuple[Tensor, Tensor]:

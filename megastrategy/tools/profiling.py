@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..core import DistributedDataParallel, Event, EventKind, one_listener
+from ..core import DistributedDataParallel, Event, EventKind, combine_listeners
 from .recorded import RecordedModel, cpu_now_ns
 from .timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step
 
@@ -253,7 +253,7 @@ class Recording:
                 return init(model, *args, **kwargs)
             recorder = Recorder(self._skip, self._num_steps, self.done)
             given = kwargs.pop("listener", None)
-            listener = one_listener([recorder] if given is None else [given, recorder])
+            listener = combine_listeners([recorder] if given is None else [given, recorder])
             init(model, *args, listener=listener, **kwargs)
             recorder.follow(model)
             self._recorders.append(recorder)

@@ -63,7 +63,7 @@ class RecordedModel:
                 "stride": spec.stride,
                 "dtype": str(spec.dtype).removeprefix("torch."),
                 "grad_dtype": str(spec.grad_dtype).removeprefix("torch."),
-                "room": spec.room,
+                "room": spec.reserved_numel,
             }
             for spec in self.params
         ]
@@ -80,7 +80,7 @@ class RecordedModel:
                 tuple(spec["stride"]),
                 getattr(torch, spec["dtype"]),
                 getattr(torch, spec["grad_dtype"]),
-                room=spec.get("room", 0),  # files of before 2026-11-25 have none
+                reserved_numel=spec.get("room", 0),  # files of before 2026-11-25 have none
             )
             for spec in content["params"]
         ]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastrategy.core.wire import fill_nothing_, publish_change_, read_wire, round_in_place, wire_numel, write_wire_
+from megastrategy.core.wire import fill_no_change_, publish_change_, read_wire, round_in_place, wire_numel, write_wire_
 
 
 def empty_wire(numel: int, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_saved_remainder_gives_back_the_weights_that_a_run_goes_on_with(pairs:
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.int8])
 def test_nothing_changes_no_bit(wire: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.5, -1e-45, float("inf")])
-    fill_nothing_(nothing := empty_wire(5, wire))
+    fill_no_change_(nothing := empty_wire(5, wire))
     assert torch.equal(bits(values + read_wire(nothing, 5)), bits(values))
     weights = values[:4].clone()
     publish_change_(weights.clone(), weights, empty_wire(4, wire))

@@ -12,7 +12,7 @@ from megastrategy.core.layout.layout import PARAM_ALIGNMENT_NUMEL, SHARD_ALIGNME
 from megastrategy.core.wire import (
     BLOCK_NBYTES,
     BLOCK_NUMEL,
-    fill_nothing_,
+    fill_no_change_,
     read_wire,
     wire_nbytes,
     wire_numel,
@@ -68,7 +68,7 @@ def test_what_is_not_finite_stays_so_in_its_block_alone(bad: float) -> None:
 def test_zeros_are_zeros_and_nothing_is_minus_zero() -> None:
     zeros = torch.zeros(100)
     assert torch.equal(read_wire(blocks_of(zeros), 100).view(torch.int32), zeros.view(torch.int32))
-    fill_nothing_(blocks := torch.empty(2 * BLOCK_NBYTES, dtype=torch.int8))
+    fill_no_change_(blocks := torch.empty(2 * BLOCK_NBYTES, dtype=torch.int8))
     assert torch.equal(read_wire(blocks, 100).view(torch.int32), (-zeros).view(torch.int32))
 
 

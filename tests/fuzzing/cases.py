@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.config import OF_SHARDS
+from megastrategy.core.config import SHARD_OPTIONS
 
 from ..support import switches
 from ..support.user_code import ROWS
@@ -207,7 +207,7 @@ class Case:
     def instances(self, ranks: int) -> int:
         """Returns as many as divide the ranks, and leave shards where an option is about them."""
         asked: int = self.options.get("num_distributed_optimizer_instances", 1)
-        needs_shards = any(getattr(self.config, name) not in (False, None, "contiguous") for name in OF_SHARDS)
+        needs_shards = any(getattr(self.config, name) not in (False, None, "contiguous") for name in SHARD_OPTIONS)
         return 1 if ranks % asked or (ranks == asked and needs_shards) else asked
 
 

@@ -20,7 +20,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import collectives as package
-from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, LoneCollectives, instanced
+from megastrategy.core.collectives import (
+    BackendCollectives,
+    Collectives,
+    GlooCollectives,
+    SingleRankCollectives,
+    instanced,
+)
 
 from .in_flight import InFlightGuard
 from .lazy_collectives import Delivery, LazyCollectives
@@ -60,7 +66,7 @@ class Choice:
 
     def around(self, collectives: Collectives) -> Collectives:
         """Collectives that were made by hand become what was chosen, but for their backend."""
-        if self.delivery is None or isinstance(collectives, (LoneCollectives, LazyCollectives)):
+        if self.delivery is None or isinstance(collectives, (SingleRankCollectives, LazyCollectives)):
             return collectives
         return LazyCollectives(collectives, self.delivery)
 
@@ -68,7 +74,7 @@ class Choice:
         """In place of ``make_collectives``."""
         made = make_collectives(group, device)
         if isinstance(made, GlooCollectives) and self.kind is not GlooCollectives:
-            made = self.kind(group, made.roll_call)
+            made = self.kind(group, made.rank_check)
         return self.around(made)
 
     @property

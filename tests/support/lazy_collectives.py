@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megastrategy.core.collectives import Collectives, Handle, interface
-from megastrategy.core.collectives.roll_call import CALL_ON_EVERY_RANK
+from megastrategy.core.collectives.rank_check import CALL_ON_EVERY_RANK
 from megastrategy.core.layout.layout import Spans
 
 from . import doubles
@@ -292,7 +292,7 @@ class LazyCollectives(Collectives):
         self, real: Collectives, delivery: Delivery = "at-wait", seed: int = 0, airspace: _Airspace | None = None
     ) -> None:
         self.real = real
-        super().__init__(real.group, real.roll_call)
+        super().__init__(real.group, real.rank_check)
         self.progress = real.progress
         self.airspace = airspace or _Airspace(delivery, f"{seed} {real.rank}")
         for size, instance in real.instances.items():
@@ -393,12 +393,12 @@ class LazyCollectives(Collectives):
         self.real.watchdog = watchdog
 
     @property
-    def roll_call(self) -> Any:
-        return self.real.roll_call
+    def rank_check(self) -> Any:
+        return self.real.rank_check
 
-    @roll_call.setter
-    def roll_call(self, roll_call: Any) -> None:
-        self.real.roll_call = roll_call
+    @rank_check.setter
+    def rank_check(self, rank_check: Any) -> None:
+        self.real.rank_check = rank_check
 
     @property
     def is_rank_zero(self) -> bool:

@@ -25,7 +25,8 @@ from benchmarks.gpu_check.context import Context
 from benchmarks.gpu_check.lines import Line, Verdict
 from benchmarks.gpu_check.ranks import Rank
 from benchmarks.gpu_check.sections import Section, failures, parity, work
-from megastrategy.core.collectives import BackendCollectives, host_staged
+from megastrategy.core.collectives import BackendCollectives
+from megastrategy.core.collectives import via_host as via_host
 from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.core.collectives.interface import Collectives
 from megastrategy.core.collectives.single_rank import Done
@@ -107,12 +108,12 @@ def raise_on_the_last(rank: Rank) -> None:
 # --- the check's own sections, on an engine that is broken -----------------------------------------------------------
 
 
-def _wait_for_nothing(handle: host_staged._StagedHandle) -> None:
+def _wait_for_nothing(handle: via_host._ViaHostHandle) -> None:
     """The fault."""
 
 
 def _without_waits(context: Context) -> None:
-    with mock.patch.object(host_staged._StagedHandle, "wait", _wait_for_nothing):
+    with mock.patch.object(via_host._ViaHostHandle, "wait", _wait_for_nothing):
         parity._compare_on(context, "contiguous", parity.RECIPES["contiguous"], context.place())
 
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel
-from megastrategy.core import Event, one_listener
+from megastrategy.core import Event, combine_listeners
 from megastrategy.tools.profiling import run_target
 from megastrategy.tools.timeline import BEGINS_STEP, completes_step
 from tests.core.properties.test_memory import bytes_of
@@ -79,7 +79,7 @@ def main(folder: Path, command: list[str]) -> None:
                 complete.add(number)
 
         given = kwargs.pop("listener", None)
-        init(model, *args, listener=one_listener([listen] if given is None else [given, listen]), **kwargs)
+        init(model, *args, listener=combine_listeners([listen] if given is None else [given, listen]), **kwargs)
 
     DistributedDataParallel.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
 

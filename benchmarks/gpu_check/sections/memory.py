@@ -101,7 +101,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     held, peak, reserved = device.allocated_bytes(), device.peak_bytes(), device.reserved_bytes()
     largest = max(bucket.numel for bucket in layout.buckets) * 4
     num_tensors = 8 * len(layout.params)
-    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else _PIECE_NBYTES if layout.steps_in_pieces else 0
+    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else _PIECE_NBYTES if layout.steps_in_slices else 0
     pieces = of_piece * min(2**22, largest // 4 // layout.num_shards)
     on_device = table.total_bytes + (table.host_bytes if device.type == "cpu" else 0)  # where the host is the device
     model.close()

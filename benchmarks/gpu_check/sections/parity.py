@@ -304,18 +304,18 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
     """Returns what the sanitizer says; empty if nothing."""
     from torch.cuda import _sanitizer
 
-    from megastrategy.core.collectives import HostStagedCollectives
+    from megastrategy.core.collectives import ViaHostCollectives
 
     # Not by TORCH_CUDA_SANITIZER, which is read when torch is imported: a forked process has done that.
     _sanitizer.enable_cuda_sanitizer()
-    carry_out = HostStagedCollectives._carry_out
+    carry_out = ViaHostCollectives._carry_out
 
     # The sanitizer is a dispatch mode, and those are of one thread: what the staging's own does is shown to it as well.
-    def seen(self: HostStagedCollectives, *arguments: Any) -> None:
+    def seen(self: ViaHostCollectives, *arguments: Any) -> None:
         with _sanitizer.cuda_sanitizer.dispatch:
             carry_out(self, *arguments)
 
-    HostStagedCollectives._carry_out = seen  # type: ignore[method-assign,assignment] # of this process, which ends with this
+    ViaHostCollectives._carry_out = seen  # type: ignore[method-assign,assignment] # of this process, which ends with this
     try:
         train_ours(rank, recipe)
         rank.device.synchronize()

@@ -23,7 +23,7 @@ from ..errors import MainGradError
 from ..module import LocalParts
 from ..wire import round_in_place
 from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
-from .main_grads import has_main_grad, remove_main_grad, set_main_grad, take_added
+from .main_grads import has_main_grad, pop_added_flag, remove_main_grad, set_main_grad
 from .reduced_grad import ReducedGrad
 
 FILLED_NUMEL = 2**14
@@ -40,12 +40,16 @@ class ContiguousGradBuffers(GradBuffers):
         super().__init__(dp_rank, device, parts)
         self.flats: list[Tensor] = []
         self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
-        self._large: set[int] = set()  # parameters whose first gradient is copied; see [Note: what is not zeroed]
-        self._awaited: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
-        self._sums_of_tensor_ranks: set[int] = set()  # parameters; see [Note: what is held until its bucket is sealed]
-        self._held: set[int] = set()  # of them, those whose gradient is .grad, so that their view has none of it
+        self._copied_on_first_grad: set[int] = (
+            set()
+        )  # parameters whose first gradient is copied; see [Note: what is not zeroed]
+        self._main_grad_pending: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
+        self._may_be_partial_sum: set[int] = set()  # parameters; see [Note: what is held until its bucket is sealed]
+        self._partial_sum_in_grad: set[int] = (
+            set()
+        )  # of them, those whose gradient is .grad, so that their view has none of it
         self._sealed: set[int] = set()  # buckets that are on the wire
-        self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
+        self._uninitialised: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
@@ -59,24 +63,24 @@ class ContiguousGradBuffers(GradBuffers):
                 set_main_grad(self.params[index], self.main_grads[index])
             else:
                 if layout.params[index].numel >= FILLED_NUMEL:
-                    self._large.add(index)
+                    self._copied_on_first_grad.add(index)
                 if self.local_parts.may_be_sum(self.params[index]):
-                    self._sums_of_tensor_ranks.add(index)
+                    self._may_be_partial_sum.add(index)
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
             if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
                 copy_grad_(self._get_view(index), grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
 
-    def follow_swaps(self) -> list[int]:
-        swapped = super().follow_swaps()
+    def update_swapped_params(self) -> list[int]:
+        swapped = super().update_swapped_params()
         for index in swapped:
             # A DTensor's own address says nothing: its gradient may have been given other memory, too.
             if self.local_parts.local_view(self._get_view(index)).data_ptr() != self._slice(index).data_ptr():
-                self._bring_back(index)
+                self._restore_view(index)
         return swapped
 
-    def _bring_back(self, index: int) -> None:
+    def _restore_view(self, index: int) -> None:
         """A view that was given other memory is in the buffer again, with its content where that is the gradient."""
         self.check_param(index)
         param, moved = self.params[index], self._get_view(index)
@@ -85,11 +89,11 @@ class ContiguousGradBuffers(GradBuffers):
             self._slice(index).copy_(self.local_parts.local_view(moved).detach())
             param.grad = self.views[index]
 
-    def _bring_moved_back(self) -> None:
+    def _restore_moved_views(self) -> None:
         """Looks for views that were given other memory by user code, as ``Module.half`` and ``share_memory`` do."""
         found = map(Tensor.data_ptr, map(self._get_view, range(len(self.views))))
         for index in [i for i, (here, place) in enumerate(zip(found, self._addresses, strict=True)) if here != place]:
-            self._bring_back(index)
+            self._restore_view(index)
 
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
@@ -101,12 +105,12 @@ class ContiguousGradBuffers(GradBuffers):
             return self.flats[self.layout.buckets[bucket].buffer][start:end]
         return super().reduced(bucket, start, end)
 
-    def prepare(self) -> None:
+    def start_main_grads(self) -> None:
         if not self.main_grads:
             return
-        self.settle()  # of a backward that reached no parameter, and raised
+        self.finish_main_grads()  # of a backward that reached no parameter, and raised
         for index in self.main_grads:
-            if take_added(self.params[index]):
+            if pop_added_flag(self.params[index]):
                 raise self._main_grad_error(
                     index,
                     "before the backward of any output of the model's forward, or in one that then raised: compute the "
@@ -115,23 +119,23 @@ class ContiguousGradBuffers(GradBuffers):
         self._open()
         for index in self.main_grads:
             self.params[index].grad = None
-        self._awaited = set(self.main_grads)
+        self._main_grad_pending = set(self.main_grads)
 
     def clear(self, params: Iterable[int]) -> None:
         params = list(params)
         super().clear(params)
         if self.main_grads:
             for index in self.main_grads.keys() & params:
-                take_added(self.params[index])
+                pop_added_flag(self.params[index])
 
-    def settle(self) -> None:
-        for index in self._awaited:
+    def finish_main_grads(self) -> None:
+        for index in self._main_grad_pending:
             if self.has_grad[index] and self.params[index].grad is None:
                 self.params[index].grad = self.views[index]
-        self._awaited = set()
+        self._main_grad_pending = set()
 
-    def check_late(self, param: int) -> None:
-        if param in self.main_grads and take_added(self.params[param]):
+    def check_late_main_grad(self, param: int) -> None:
+        if param in self.main_grads and pop_added_flag(self.params[param]):
             raise self._main_grad_error(
                 param,
                 "after its bucket had been sent (a layer used by two re-entrant checkpoints): use "
@@ -140,21 +144,21 @@ class ContiguousGradBuffers(GradBuffers):
 
     def open(self) -> None:
         # A bias may come before the kernel has run, so that no layer has told of itself yet.
-        if self.main_grads and not self._awaited:
+        if self.main_grads and not self._main_grad_pending:
             raise self._main_grad_error(
                 min(self.main_grads),
                 "or will, in a backward that starts from no output of the model's forward: compute the loss from what "
                 "the wrapped model returned",
             )
-        for index in self._awaited:
+        for index in self._main_grad_pending:
             if self.params[index].grad is not None:
-                self.adopt(index)
+                self.adopt_grad(index)
         self._open()
 
     def _open(self) -> None:
-        self._bring_moved_back()
+        self._restore_moved_views()
         grads = self._notice_drops(range(len(self.params)))
-        self._leave_replaced(grads)
+        self._release_replaced_grads(grads)
         for bucket in self.layout.buckets:
             # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
             # again.
@@ -162,8 +166,8 @@ class ContiguousGradBuffers(GradBuffers):
                 self.reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
-        self._hold(grads)
-        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._unfilled, self._elsewhere()
+        self._keep_partial_sums_in_grad(grads)
+        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._uninitialised, self._not_in_view()
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
@@ -183,23 +187,25 @@ class ContiguousGradBuffers(GradBuffers):
                 self._zero_sums(index)
                 copy_grad_(view, grad)
                 self.has_grad[index] = True
-                self._unfilled.discard(index)
+                self._uninitialised.discard(index)
             param.grad = view
 
-    def _elsewhere(self) -> set[int]:
+    def _not_in_view(self) -> set[int]:
         """The parameters whose ``.grad`` is not their view in this backward: it is autograd's own, or the bucket is on
         the wire, of a stage whose backwards are over."""
-        return self._awaited.union(self._held, *(self.layout.buckets[number].params for number in self._sealed))
+        return self._main_grad_pending.union(
+            self._partial_sum_in_grad, *(self.layout.buckets[number].params for number in self._sealed)
+        )
 
     def drop_unfinished(self) -> None:
         self._sealed.clear()
         super().drop_unfinished()
 
-    def _hold(self, grads: Sequence[Tensor | None]) -> None:
+    def _keep_partial_sums_in_grad(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that may be sums over tensor ranks where autograd puts them, if nothing is in their view."""
-        for index in self._sums_of_tensor_ranks:
-            if index in self._held or not (self.has_grad[index] or grads[index] is self.views[index]):
-                self._held.add(index)
+        for index in self._may_be_partial_sum:
+            if index in self._partial_sum_in_grad or not (self.has_grad[index] or grads[index] is self.views[index]):
+                self._partial_sum_in_grad.add(index)
                 self.has_grad[index] = grads[index] is not None  # the user may have set .grad
 
     def reopen(self, bucket: int) -> None:
@@ -234,55 +240,55 @@ class ContiguousGradBuffers(GradBuffers):
         for index, grad in grads.items():
             self._get_view(index).add_(grad)
 
-    def adopt(self, param: int) -> None:
+    def adopt_grad(self, param: int) -> None:
         self.check_param(param)
         view = self._get_view(param)
         grad = self.params[param].grad
         assert grad is not None
-        if param in self._held:
+        if param in self._partial_sum_in_grad:
             return
-        if param in self._awaited:
+        if param in self._main_grad_pending:
             self.params[param].grad = None
-            if not take_added(self.params[param]):
+            if not pop_added_flag(self.params[param]):
                 view.add_(grad)
             return
         copy_grad_(view, grad)
-        self._unfilled.discard(param)
+        self._uninitialised.discard(param)
         self.params[param].grad = view
 
     def seal(self, bucket: int) -> None:
         params, views, addresses, has_grad = self.params, self.views, self._addresses, self.has_grad
         stand_in = self._stand_in if self._sharded else None
-        if self._held:
-            self._take_held(bucket)
+        if self._partial_sum_in_grad:
+            self._bring_in_partial_sums(bucket)
         for index in self.layout.buckets[bucket].params:
             param, view = params[index], views[index]
             grad = param.grad
-            if grad is None and index in self._awaited and has_grad[index]:
+            if grad is None and index in self._main_grad_pending and has_grad[index]:
                 grad = view
             if grad is None:  # dropped in this backward: the view still holds it, and would send it
                 del view  # which would count for somebody's
-                self.leave_kept([index])
+                self.release_kept_grads([index])
                 self._zero_param(index)
                 has_grad[index] = False
             elif grad is not view or grad.data_ptr() != addresses[index]:
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
                 del view
-                self.leave_kept([index])
+                self.release_kept_grads([index])
                 self.views[index] = self._view(index)
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
                 has_grad[index] = True
             param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
         self._sealed.add(bucket)
-        if self._awaited:
-            self._awaited.difference_update(self.layout.buckets[bucket].params)
+        if self._main_grad_pending:
+            self._main_grad_pending.difference_update(self.layout.buckets[bucket].params)
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
         if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
             self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)
 
-    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+    def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
         return self._rounded.get(bucket, self.bucket(bucket)), self._sums[bucket]
 
     def publish(self, bucket: int) -> None:
@@ -301,17 +307,17 @@ class ContiguousGradBuffers(GradBuffers):
             start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)
             sums.copy_(self.flats[self.layout.slots[param].buffer][start:end])
 
-    def detach_unused(self) -> None:
+    def drop_unused_grads(self) -> None:
         if not all(self.has_grad):
             for index, param in enumerate(self.params):
                 if not self.has_grad[index] and param.grad is self.views[index]:  # zeros would decay momentum
                     param.grad = None
 
-    def give_up(self) -> list[Tensor]:
+    def close_and_return_memory(self) -> list[Tensor]:
         flats = self.flats
         # Somebody may have kept one in the backward that the move ends, and would see other things in it.
         for index in referred_to_elsewhere(self.views):
-            self._leave_view(index)
+            self._detach_view(index)
         self.close()
         return flats
 
@@ -319,27 +325,27 @@ class ContiguousGradBuffers(GradBuffers):
         super().close(keeps_grads=keeps_grads)
         for index, place in self.main_grads.items():
             remove_main_grad(self.params[index], place)
-        self.main_grads, self._awaited, self._held = {}, set(), set()
+        self.main_grads, self._main_grad_pending, self._partial_sum_in_grad = {}, set(), set()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
 
-    def _leave_replaced(self, grads: Sequence[Tensor | None]) -> None:
+    def _release_replaced_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
         has_grad, views = self.has_grad, self.views
-        elsewhere = self._elsewhere()
+        elsewhere = self._not_in_view()
         replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in elsewhere]
-        self.leave_kept([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
+        self.release_kept_grads([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
-    def _take_held(self, bucket: int) -> None:
+    def _bring_in_partial_sums(self, bucket: int) -> None:
         """Brings the bucket's gradients that are sums over tensor ranks to their views, when they are added up."""
-        held = [index for index in self.layout.buckets[bucket].params if index in self._held]
+        held = [index for index in self.layout.buckets[bucket].params if index in self._partial_sum_in_grad]
         grads = self.local_parts.local_grads([self.params[index] for index in held])
         for index, grad in zip(held, grads, strict=True):
             if grad is not None:  # else its view is zeroed as any other's
                 self.check_param(index)
                 copy_grad_(self.local_parts.local_view(self._get_view(index)), grad)
-                self._unfilled.discard(index)
+                self._uninitialised.discard(index)
                 self.params[index].grad = self.views[index]
-        self._held.difference_update(held)
+        self._partial_sum_in_grad.difference_update(held)
 
     def _view(self, index: int) -> Tensor:
         return self.local_parts.as_grad(self.params[index], self._slice(index))
@@ -370,11 +376,11 @@ class ContiguousGradBuffers(GradBuffers):
 
     def _zero_param(self, param: int) -> None:
         self._get_view(param).zero_()
-        self._unfilled.discard(param)
+        self._uninitialised.discard(param)
         self._zero_sums(param)
 
     def _zero_bucket(self, bucket: int) -> None:
         super()._zero_bucket(bucket)
-        filled = [index for index in self.layout.buckets[bucket].params if index in self._large]
+        filled = [index for index in self.layout.buckets[bucket].params if index in self._copied_on_first_grad]
         torch._foreach_zero_(self._between(bucket, filled))
-        self._unfilled.update(filled)
+        self._uninitialised.update(filled)

@@ -29,7 +29,7 @@ class FlattenedGradBuffers(GradBuffers):
         for index, param in enumerate(self.params):
             self.has_grad[index] = param.grad is not None
 
-    def adopt(self, param: int) -> None:
+    def adopt_grad(self, param: int) -> None:
         self.check_param(param)
 
     def seal(self, bucket: int) -> None:
@@ -43,7 +43,7 @@ class FlattenedGradBuffers(GradBuffers):
                 copy_grad_(self._view_in(flat, index), grad)
         self._flats[bucket] = flat
 
-    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+    def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
         return self._flats[bucket], None
 
     def publish(self, bucket: int) -> None:

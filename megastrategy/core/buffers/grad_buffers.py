@@ -14,8 +14,9 @@ bucket is on the wire: a gradient that arrives late then lands in a tensor of it
 is reading. ``publish`` says what the reduction left behind: with all-reduce the views come back, with reduce-scatter
 ``.grad`` is a stand-in that refuses to be read (:mod:`.reduced_grad`), since only this rank's shard of the buffer means
 anything. A stand-in that is missing later was dropped by the user, and so is the gradient.
-Where a layer adds to the buffer itself, ``prepare`` opens before any gradient comes, ``.grad`` is None until the bucket
-is sealed, and ``settle`` shows what was not (main_grads' [Note: gradients that autograd does not add]).
+Where a layer adds to the buffer itself, ``start_main_grads`` opens before any gradient comes, ``.grad`` is None until
+the bucket is sealed, and ``finish_main_grads`` shows what was not (main_grads' [Note: gradients that autograd does not
+add]).
 
 [Note: what somebody keeps]
 ``kept = param.grad; optimizer.zero_grad()`` leaves the gradient in ``kept`` under torch DDP, and the next backward
@@ -42,7 +43,7 @@ from ..module import LocalParts
 from ..wire import read_wire
 from .main_grads import has_main_grad, no_place_for_main_grad
 from .nonfinite import FiniteCheck
-from .reduced_grad import ReducedGrad, StoodFor
+from .reduced_grad import ReducedGrad, RepresentedGrad
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
@@ -136,12 +137,12 @@ class GradBuffers(ABC):
             self._shards.append(layout.shard_range(bucket, self._dp_rank))
             self._reduced.append(False)
             buffer, sums = layout.buffers[bucket.buffer], None
-            if buffer.sums_apart:  # they outlive the bucket, which accumulates anew
+            if buffer.has_separate_sums:  # they outlive the bucket, which accumulates anew
                 sums = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(sums)
         self._place(first, grads)
 
-    def follow_swaps(self) -> list[int]:
+    def update_swapped_params(self) -> list[int]:
         """Returns the parameters inside of which torch has put another tensor, and takes these in.
 
         ``Module.to`` does so with DTensors, also where nothing is to be moved. What autograd knew of the parameter is
@@ -166,17 +167,17 @@ class GradBuffers(ABC):
     def open(self) -> None:
         """Makes every gradient ready to be accumulated into; one may have come before this call."""
 
-    def prepare(self) -> None:  # noqa: B027 - only main_grads are added to before a parameter's hook has run
+    def start_main_grads(self) -> None:  # noqa: B027 - only main_grads are added to before a parameter's hook has run
         """A backward begins: what layers add to themselves is ready before the first of them does."""
 
-    def settle(self) -> None:  # noqa: B027 - nothing to do where no layer adds
+    def finish_main_grads(self) -> None:  # noqa: B027 - nothing to do where no layer adds
         """A backward has ended: ``.grad`` shows again what layers have added, in buckets that are not sealed."""
 
-    def check_late(self, param: int) -> None:  # noqa: B027 - autograd's own gradient lies elsewhere
+    def check_late_main_grad(self, param: int) -> None:  # noqa: B027 - autograd's own gradient lies elsewhere
         """Raises MainGradError if a late gradient was added to memory that is being sent."""
 
     @abstractmethod
-    def adopt(self, param: int) -> None:
+    def adopt_grad(self, param: int) -> None:
         """Takes in a gradient that autograd or the user put somewhere other than the view."""
 
     @abstractmethod
@@ -188,14 +189,14 @@ class GradBuffers(ABC):
         return 1
 
     @abstractmethod
-    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+    def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
         """Returns what to reduce of a sealed bucket (1-D, owned by this object), and what the result is added to, if
         that is not this rank's part of the first. Pieces are staged in order, each once."""
 
-    def show(self, bucket: int, check: FiniteCheck) -> None:
+    def find_nonfinite(self, bucket: int, check: FiniteCheck) -> None:
         """Lets the check look at this rank's gradients in a sealed bucket, before it is staged."""
-        sent = read_wire(self.stage(bucket, 0)[0], self.layout.buckets[bucket].numel)
-        check.look_at_bucket(sent, bucket, self.layout)
+        sent = read_wire(self.piece_to_reduce(bucket, 0)[0], self.layout.buckets[bucket].numel)
+        check.check_bucket(sent, bucket, self.layout)
 
     @abstractmethod
     def publish(self, bucket: int) -> None:
@@ -217,7 +218,7 @@ class GradBuffers(ABC):
         bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
         return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
 
-    def own_grads(self, params: Iterable[int]) -> list[Tensor]:
+    def local_grads(self, params: Iterable[int]) -> list[Tensor]:
         """This rank's parts of the gradients that there are of these parameters, as they are stepped: views."""
         parts = list[Tensor]()
         for index in params:
@@ -231,7 +232,7 @@ class GradBuffers(ABC):
                 parts.append(self.local_parts.local_view(grad).detach())
         return parts
 
-    def own_bucket_of(self, param: int) -> Tensor:
+    def local_bucket_of(self, param: int) -> Tensor:
         """This rank's part of the reduced bucket of a parameter that lies there alone: 1-D, to be written. Where there
         is no gradient it is memory of no use, which other ranks with a copy add theirs to."""
         bucket = self.layout.buckets[self.layout.slots[param].bucket]
@@ -244,7 +245,7 @@ class GradBuffers(ABC):
         part = self.local_parts.local_view(grad).detach()
         return part.as_strided((part.numel(),), (1,))
 
-    def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
+    def continue_from(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
         """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
         by parameter: this rank's parts here."""
         self.has_grad[:], self._stale[:] = other.has_grad, other._stale
@@ -254,7 +255,7 @@ class GradBuffers(ABC):
             start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
             self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
 
-    def keep_views(self, other: GradBuffers) -> None:
+    def keep_views_of(self, other: GradBuffers) -> None:
         """Takes the place of ``other``, of another layout, with the very tensors that ``.grad`` was there: whoever
         kept one goes on seeing the gradient."""
         for index, (view, kept) in enumerate(zip(self.views, other.views, strict=True)):
@@ -277,7 +278,7 @@ class GradBuffers(ABC):
         assert grad is not None
         return grad
 
-    def take(self, param: int) -> Tensor:
+    def pop_late_grad(self, param: int) -> Tensor:
         """Hands over the :meth:`late_grad`; ``.grad`` is None again."""
         late = self.late_grad(param)
         if isinstance(grad := self.params[param].grad, ReducedGrad):
@@ -290,7 +291,7 @@ class GradBuffers(ABC):
         grad = self.params[param].grad
         return grad is not None and (not isinstance(grad, ReducedGrad) or grad.pending is not None)
 
-    def adopt_written(self, params: Iterable[int]) -> None:
+    def adopt_written_grads(self, params: Iterable[int]) -> None:
         """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
         if not self._sharded:
             return
@@ -299,7 +300,7 @@ class GradBuffers(ABC):
         for index, grad in zip(params, self._notice_drops(params), strict=True):
             if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
                 self.check_param(index)
-                self.leave_kept([index])
+                self.release_kept_grads([index])
                 self._take_written(index, grad)
                 self.has_grad[index], self._stale[index] = True, False
                 self.params[index].grad = self._stand_in(index)
@@ -321,7 +322,7 @@ class GradBuffers(ABC):
             assert part is not None, "it has one"
             self.params[index].grad = self.local_parts.as_grad(self.params[index], part)
 
-    def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
+    def drop_unused_grads(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
         """Ends a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 
     def clear(self, params: Iterable[int]) -> None:
@@ -331,28 +332,28 @@ class GradBuffers(ABC):
             self.params[index].grad = None
             self.has_grad[index] = False
             self._stale[index] = True
-        self.leave_kept(params)
+        self.release_kept_grads(params)
 
-    def show_again(self, grads: Sequence[Tensor | None]) -> None:
+    def restore_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Makes ``.grad`` what it was, by parameter, where somebody else has dropped it since, and nothing else has
         happened."""
         for param, grad in zip(self.params, grads, strict=True):
             if param.grad is None:
                 param.grad = grad
 
-    def leave_kept(self, params: Sequence[int]) -> None:
+    def release_kept_grads(self, params: Sequence[int]) -> None:
         """Leaves dropped gradients, which are in no ``.grad`` any more, to those who keep them; see [Note: what
         somebody keeps]."""
         for place in referred_to_elsewhere(map(self.views.__getitem__, params)):
-            self._leave_view(params[place])
+            self._detach_view(params[place])
         stand_ins = self._stand_ins
         for place in referred_to_elsewhere(map(stand_ins.__getitem__, params)):
             stand_ins[params[place]] = None
         for index in params:
-            if (known := stand_ins[index]) is not None and known.stood_for.has_copies:
+            if (known := stand_ins[index]) is not None and known.represented.has_copies:
                 stand_ins[index] = None
 
-    def _leave_view(self, param: int) -> None:
+    def _detach_view(self, param: int) -> None:
         """Somebody keeps the view: it gets memory of its own, and the parameter another view."""
         kept = self.views[param]
         assert kept is not None, "it is kept"
@@ -394,17 +395,19 @@ class GradBuffers(ABC):
         if known is None:
             buffers = weakref.ref(self)  # the user's parameters hold it, and must not keep the buffers
 
-            def zero(stood_for: StoodFor) -> None:
+            def zero(represented: RepresentedGrad) -> None:
                 present = buffers()
                 known = present._stand_ins[param] if present is not None else None
                 # One that was dropped is nobody's gradient.
-                if present is not None and known is not None and known.stood_for is stood_for:
+                if present is not None and known is not None and known.represented is represented:
                     present.zero([param])
 
             spec, whole = self.layout.params[param], self.params[param]
             if tuple(whole.shape) != spec.shape:  # torch takes a gradient of the parameter's shape alone
                 spec = dataclasses.replace(spec, shape=tuple(whole.shape), stride=whole.stride())
-            known = self._stand_ins[param] = ReducedGrad(spec, whole.device, StoodFor(zero), self.all_reduce_option)
+            known = self._stand_ins[param] = ReducedGrad(
+                spec, whole.device, RepresentedGrad(zero), self.all_reduce_option
+            )
         elif known.pending is not None:  # of a backward that broke off
             known.pending = None
         return known
@@ -427,11 +430,11 @@ class GradBuffers(ABC):
                 # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.
                 if has_grad[index] and self.is_sharded(index):
                     has_grad[index], self._stale[index] = False, True
-                    self.leave_kept([index])
+                    self.release_kept_grads([index])
                 continue
             # Nearly always its own; moved with the module it is another object.
             if grad is not (known := stand_ins[index]) and isinstance(grad, ReducedGrad):
-                grad.check_is_of(self.layout.params[index], None if known is None else known.stood_for)
+                grad.check_is_of(self.layout.params[index], None if known is None else known.represented)
             if not has_grad[index] and isinstance(grad, ReducedGrad):
                 raise grad.error("putting back a .grad that was dropped")
         return grads
@@ -465,7 +468,7 @@ class GradBuffers(ABC):
         """Raises ParameterChangedError if the parameter is no longer what its place was made for."""
         check_unchanged(self._parts[param], self.layout.params[param])
 
-    def give_up(self) -> list[Tensor]:
+    def close_and_return_memory(self) -> list[Tensor]:
         """Closes, and hands over the memory in which gradients accumulated: 1-D, by buffer; none if there is none."""
         self.close()
         return []

@@ -65,7 +65,7 @@ def remove_main_grad(param: Any, place: Tensor) -> None:
         del param.main_grad
 
 
-def take_added(param: Any) -> bool:
+def pop_added_flag(param: Any) -> bool:
     """Whether the layer has added a gradient since this was asked last."""
     added, param.grad_added_to_main_grad = bool(param.grad_added_to_main_grad), False
     return added

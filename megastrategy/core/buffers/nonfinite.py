@@ -58,17 +58,17 @@ class FiniteCheck:
         self._found: list[NonFinite] = []
         self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
 
-    def look_at_bucket(self, tensor: Tensor, bucket: int, layout: BufferLayout) -> None:
+    def check_bucket(self, tensor: Tensor, bucket: int, layout: BufferLayout) -> None:
         """``tensor``: 1-D, the bucket's elements."""
         # One look for the whole bucket; its parameters one by one only after something was found.
         if devices.is_on_host(tensor.device) and is_finite(tensor):
             return
         place, slots = layout.buckets[bucket], layout.slots
-        self.look_at_grads(
+        self.check_grads(
             {i: tensor[slots[i].start - place.start : slots[i].end - place.start] for i in place.params}, layout
         )
 
-    def look_at_grads(self, grads: Mapping[int, Tensor], layout: BufferLayout) -> None:
+    def check_grads(self, grads: Mapping[int, Tensor], layout: BufferLayout) -> None:
         """``grads``: by parameter, of any shape."""
         # A norm of no elements raises.
         grads = {index: grad for index, grad in grads.items() if grad.numel() > 0}

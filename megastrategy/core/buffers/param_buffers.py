@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ..layout import BufferLayout, ChunkPlace, contiguous_stride
 from ..module import LocalParts
-from ..wire import fill_nothing_, wire_numel, wire_part
+from ..wire import fill_no_change_, wire_numel, wire_part
 from .grad_buffers import check_unchanged, slice_storage, slice_view
 
 
@@ -27,13 +27,13 @@ class ParamBuffers:
     shapes and strides stay. Weights in a chunk share a storage there
     (recurrent_weights' [Note: weights in one chunk]), and every other parameter has one of its own. Where changes are
     sent in their place, ``changes`` has memory for those,
-    of the same layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``bitmaps`` are of
-    this rank's shards, one after the other, where main_bits keeps some. ``restore`` gives
+    of the same layout, in which everything is :data:`.wire.NO_CHANGE` but what is on its way. ``bitmaps`` are of
+    this rank's shards, one after the other, where main_bits keeps some. ``restore_params`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside
     (``module.double()``).
 
     Args:
-        room: memory to use for a while, by buffer, in the place of new memory; no changes are sent from there.
+        memory: memory to use for a while, by buffer, in the place of new memory; no changes are sent from there.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class ParamBuffers:
         params: Sequence[Parameter],
         device: torch.device,
         parts: LocalParts | None = None,
-        room: Sequence[Tensor] = (),
+        memory: Sequence[Tensor] = (),
     ) -> None:
-        self._device, self._room = device, room
+        self._device, self._memory = device, memory
         self._local_parts = parts or LocalParts()
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # of the parameters, which have memory here
@@ -63,17 +63,17 @@ class ParamBuffers:
         self.params += params[first:]
         self._parts += map(self._local_parts.local_view, params[first:])
         for buffer in layout.buffers[len(self.flats) :]:
-            if self._room:
-                self.flats.append(self._room[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
+            if self._memory:
+                self.flats.append(self._memory[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
             else:
                 self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
             sent, changes = buffer.param_wire_dtype, None
-            if sent is not None and not self._room:
+            if sent is not None and not self._memory:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
-                fill_nothing_(changes)
+                fill_no_change_(changes)
             self.changes.append(changes)
             bitmap = None
-            if buffer.keeps_main_bits and not self._room:  # eight elements a byte
+            if buffer.keeps_main_bits and not self._memory:  # eight elements a byte
                 numel = buffer.numel // layout.num_shards // 8
                 bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
             self.bitmaps.append(bitmap)
@@ -82,11 +82,11 @@ class ParamBuffers:
             self._move_in(index)
 
     @staticmethod
-    def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:
+    def can_hold(layout: BufferLayout, memory: Sequence[Tensor]) -> bool:
         """Whether the parameters of the layout fit into this memory, buffer by buffer."""
-        return len(room) == len(layout.buffers) and all(
+        return len(memory) == len(layout.buffers) and all(
             part.nbytes >= buffer.numel * buffer.dtype.itemsize
-            for part, buffer in zip(room, layout.buffers, strict=True)
+            for part, buffer in zip(memory, layout.buffers, strict=True)
         )
 
     def bucket(self, bucket: int) -> Tensor:
@@ -100,11 +100,11 @@ class ParamBuffers:
         changes = self.changes[place.buffer]
         return None if changes is None else wire_part(changes, place.start, place.end)
 
-    def forget_changes(self) -> None:
-        """Makes all that came, and was added to the weights, :data:`.wire.NOTHING`."""
+    def clear_changes(self) -> None:
+        """Makes all that came, and was added to the weights, :data:`.wire.NO_CHANGE`."""
         for changes in self.changes:
             if changes is not None:
-                fill_nothing_(changes)
+                fill_no_change_(changes)
 
     def recapture(self) -> None:
         """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now, and
@@ -131,17 +131,17 @@ class ParamBuffers:
             self._move_in(index)
 
     @property
-    def has_readers_elsewhere(self) -> bool:
+    def has_shared_params(self) -> bool:
         """Whether other processes may read parameters; see [Note: parameters in shared memory]."""
         return bool(self._copies)
 
-    def show(self, bucket: int) -> None:
+    def copy_to_shared_params(self, bucket: int) -> None:
         """Copies the bucket's weights, which are all there, to the parameters that are in shared memory."""
         if self._copies:
             for index in self._copies.keys() & self.layout.buckets[bucket].params:
                 self._parts[index].data.copy_(self._copies[index])  # `.data`: as unseen by autograd as a gather
 
-    def restore(self) -> None:
+    def restore_params(self) -> None:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
         copies = {name: storage.clone() for name, storage in self._chunks.items()}
         self._local_parts.refresh(self._parts, self.params)

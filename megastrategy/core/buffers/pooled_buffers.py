@@ -4,7 +4,7 @@ After Megatron-LLaMA's bucket pool (https://github.com/alibaba/Megatron-LLaMA, o
 
 [Note: what is held]
 Between backwards: the sums, 1/d of each bucket. In a backward also ``.grad`` of the buckets that are not complete yet,
-autograd's own, and up to ``STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
+autograd's own, and up to ``NUM_STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
 reduced, since activations, at their most when backward begins, have a use for the memory.
 
 [Note: pieces]
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..layout import STAGING_BUFFERS, Bucket, BufferLayout
+from ..layout import NUM_STAGING_BUFFERS, Bucket, BufferLayout
 from ..module import LocalParts
 from ..wire import round_in_place
 from .grad_buffers import GradBuffers, copy_grad_
@@ -60,12 +60,12 @@ class _Piece:
 class PooledGradBuffers(GradBuffers):
     """``.grad`` is autograd's own until its bucket is sealed, and a stand-in after every backward.
 
-    Owns, for each bucket, ``bucket.numel / d`` elements of the sum dtype on ``device``; and ``STAGING_BUFFERS`` staging
-    buffers of one piece each while a backward is reduced.
+    Owns, for each bucket, ``bucket.numel / d`` elements of the sum dtype on ``device``; and ``NUM_STAGING_BUFFERS``
+    staging buffers of one piece each while a backward is reduced.
     """
 
     reduces_every_backward = True
-    max_in_flight = STAGING_BUFFERS
+    max_in_flight = NUM_STAGING_BUFFERS
 
     def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
         super().__init__(dp_rank, device, parts)
@@ -94,11 +94,11 @@ class PooledGradBuffers(GradBuffers):
                 param.grad = param.grad.take_pending()
             elif param.grad is not None:  # in place of what was summed; it is sent with what is added to it
                 self.check_param(index)
-                self.leave_kept([index])
+                self.release_kept_grads([index])
                 self._zero_sums(index)
                 self.has_grad[index] = True
 
-    def adopt(self, param: int) -> None:
+    def adopt_grad(self, param: int) -> None:
         """It stays where autograd put it, and is looked at when its bucket is sealed."""
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
@@ -120,18 +120,16 @@ class PooledGradBuffers(GradBuffers):
         self._sealed[bucket] = sealed
         self._on_the_way.add(bucket)
 
-    def show(self, bucket: int, check: FiniteCheck) -> None:
+    def find_nonfinite(self, bucket: int, check: FiniteCheck) -> None:
         # A finite gradient may be infinite in the 16 bits in which it is sent.
         sent = self.layout.buffers[self.layout.buckets[bucket].buffer].staging_dtype
-        check.look_at_grads(
-            {i: self._flatten(i, grad).to(sent) for i, grad in self._sealed[bucket].items()}, self.layout
-        )
+        check.check_grads({i: self._flatten(i, grad).to(sent) for i, grad in self._sealed[bucket].items()}, self.layout)
 
     def num_pieces(self, bucket: int) -> int:
         return len(self._pieces[bucket])
 
     @torch.no_grad()
-    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor]:
+    def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor]:
         pieces, grads = self._pieces[bucket], self._sealed[bucket]
         if piece == 0:  # not once for each piece, should it take a copy
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}

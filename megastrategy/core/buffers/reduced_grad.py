@@ -39,7 +39,7 @@ def inside_node() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-class StoodFor:
+class RepresentedGrad:
     """One reduced gradient, until it is dropped. There is one stand-in for it, and copies where it was detached.
 
     Attributes:
@@ -47,7 +47,7 @@ class StoodFor:
         has_copies: whether somebody has another stand-in than the one in ``.grad``.
     """
 
-    def __init__(self, zero: Callable[[StoodFor], None]) -> None:
+    def __init__(self, zero: Callable[[RepresentedGrad], None]) -> None:
         self._zero = zero
         self.has_copies = False
 
@@ -68,7 +68,7 @@ class ReducedGrad(Tensor):
 
     spec: ParamSpec
     pending: Tensor | None
-    stood_for: StoodFor
+    represented: RepresentedGrad
     _all_reduce_option: str
 
     # properties are read by every loop over parameters, and mean what they mean for any tensor
@@ -79,7 +79,7 @@ class ReducedGrad(Tensor):
         cls,
         spec: ParamSpec,
         device: torch.device,
-        stood_for: StoodFor,
+        represented: RepresentedGrad,
         all_reduce_option: str,
         *,
         dtype: torch.dtype | None = None,
@@ -90,7 +90,12 @@ class ReducedGrad(Tensor):
         )
         # Its address is null, at which whoever asks in C++ (to_dlpack, extensions) would read anything, or crash.
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.spec, made.pending, made.stood_for, made._all_reduce_option = spec, pending, stood_for, all_reduce_option
+        made.spec, made.pending, made.represented, made._all_reduce_option = (
+            spec,
+            pending,
+            represented,
+            all_reduce_option,
+        )
         return made
 
     def take_pending(self) -> Tensor | None:
@@ -111,7 +116,7 @@ class ReducedGrad(Tensor):
         # As an operand elsewhere (x.add_(p.grad)) it would be read, and raises below.
         if isinstance(first, ReducedGrad):
             if func is _ATEN.zero_.default:
-                first.stood_for.zero()
+                first.represented.zero()
                 return first
             if func is _ATEN.detach.default:
                 return first._like(first.device, first.dtype)
@@ -131,15 +136,15 @@ class ReducedGrad(Tensor):
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
-        self.stood_for.has_copies = True
-        options = self.stood_for, self._all_reduce_option
+        self.represented.has_copies = True
+        options = self.represented, self._all_reduce_option
         return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
-    def check_is_of(self, spec: ParamSpec, present: StoodFor | None) -> None:
+    def check_is_of(self, spec: ParamSpec, present: RepresentedGrad | None) -> None:
         """Raises ReducedGradError where it stands for another parameter's gradient, or for another than ``present``."""
         if spec.name != self.spec.name:
             raise self.error(f"putting a .grad into that of {spec.name!r}")
-        if present is not self.stood_for:
+        if present is not self.represented:
             raise self.error("putting back a .grad that was dropped")
 
     def error(self, what: str) -> ReducedGradError:

@@ -84,7 +84,7 @@ def sharded_state_dict(
             key: _placed(value, shard, spec, cut) if is_per_element(key, value, shape, known) else value
             for key, value in values.items()
         }
-        if index is not None and shard is not None and layout.is_stepped_apart(index):
+        if index is not None and shard is not None and layout.has_separate_main(index):
             main_params[saved_name(layout, index)] = _placed(shard.main_param(), shard, spec, cut)
     state = {name: values for name, values in state.items() if values}
     groups = groups_as_saved(optimizer, names)

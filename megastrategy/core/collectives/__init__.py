@@ -1,7 +1,7 @@
 """Every byte that leaves a rank goes through here: the only folder that calls torch.distributed.
 
 ``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
-``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
+``worker``), ``via_host`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
 several instances) and ``fake`` (for a rank without peers) implement it.
 """
 
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives
-from .comparison import check_all_agree, first_difference, if_different, is_same_on_all_ranks
+from .comparison import check_all_agree, descriptions_if_different, first_difference_error, is_same_on_all_ranks
 from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
-from .host_staged import HostStagedCollectives
 from .instanced import destroy_instances, shard_collectives
 from .interface import Collectives, Handle, Handles
 from .part_sums import bytes_of, digest_of
@@ -27,31 +26,32 @@ from .process_groups import (
     has_gloo,
     host_group,
     is_fake,
-    num_own_groups,
+    num_private_groups,
     private_group,
     ranks_of,
     subgroup,
     world_group,
 )
-from .roll_call import CALL_ON_EVERY_RANK, RollCall
-from .single_rank import LoneCollectives
+from .rank_check import CALL_ON_EVERY_RANK, RankCheck
+from .single_rank import SingleRankCollectives
+from .via_host import ViaHostCollectives
 
 __all__ = [
     "CALL_ON_EVERY_RANK",
     "Collectives",
     "Handle",
     "Handles",
-    "LoneCollectives",
+    "SingleRankCollectives",
     "bytes_of",
     "check_all_agree",
+    "close_when_collected",
+    "descriptions_if_different",
     "digest_of",
-    "end_with",
-    "first_difference",
+    "first_difference_error",
     "host_collectives",
-    "if_different",
     "is_same_on_all_ranks",
     "make_collectives",
-    "num_own_groups",
+    "num_private_groups",
     "private_group",
     "ranks_of",
     "second_collectives",
@@ -64,23 +64,25 @@ __all__ = [
 def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     """The implementation for the backend that ``group`` uses on ``device``; none is used where a rank is alone."""
     if group.size() == 1:
-        return LoneCollectives(group)
+        return SingleRankCollectives(group)
     backend = group._get_backend(device)
     if is_fake(group, device):
         return FakeCollectives(group)
     # A group that was made by hand (ranks that are threads) is not in torch's map: no store, so no roll call, and all
     # ranks are taken to come.
     known = dist.distributed_c10d._world.pg_map.get(group)
-    roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
+    rank_check = (
+        RankCheck(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
+    )
     # Asked of the backend for this device: a group may have gloo for the host and NCCL for the GPU.
     if backend.name() == "gloo":
-        hosts_own = GlooCollectives(group, roll_call)
-        return hosts_own if device.type == "cpu" else HostStagedCollectives(hosts_own, device)
+        hosts_own = GlooCollectives(group, rank_check)
+        return hosts_own if device.type == "cpu" else ViaHostCollectives(hosts_own, device)
     if device.type == "cpu":
-        return BackendCollectives(group, roll_call)
+        return BackendCollectives(group, rank_check)
     # A group may have gloo beside the device's backend, which is as good as another group.
     hosts = group if has_gloo(group) else host_group(group, device)
-    return BackendCollectives(group, roll_call, HostCollectives(hosts, roll_call))
+    return BackendCollectives(group, rank_check, HostCollectives(hosts, rank_check))
 
 
 def second_collectives(every: Collectives, device: torch.device) -> Collectives:
@@ -102,12 +104,12 @@ def _like(every: Collectives, group: ProcessGroup) -> Collectives:
     """The same kind of collectives over another group of the same ranks."""
     if isinstance(every, FakeCollectives):
         made: Collectives = FakeCollectives(group)
-    elif isinstance(every, HostStagedCollectives):
-        made = HostStagedCollectives(GlooCollectives(group, every.roll_call), every.device, every.streams)
+    elif isinstance(every, ViaHostCollectives):
+        made = ViaHostCollectives(GlooCollectives(group, every.rank_check), every.device, every.streams)
     elif isinstance(every, BackendCollectives):
-        made = BackendCollectives(group, every.roll_call, every.host if every.host is not every else None)
+        made = BackendCollectives(group, every.rank_check, every.host if every.host is not every else None)
     else:
-        made = GlooCollectives(group, every.roll_call)
+        made = GlooCollectives(group, every.rank_check)
     made.progress, made.watchdog = every.progress, every.watchdog
     return made
 
@@ -119,7 +121,7 @@ def destroy_second(every: Collectives) -> None:
         every.second = None
 
 
-def end_with(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
+def close_when_collected(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
     """Ends threads when ``owner`` is collected, or what this returns is called; and groups, if ``own_group`` was made
     for ``every``.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layout import Spans
-from .interface import Collectives, Handle, did_not_complete
+from .interface import Collectives, Handle, incomplete_error
 from .part_exchange import PartExchange
 from .part_sums import add_parts_
 
@@ -22,7 +22,7 @@ class BackendCollectives(Collectives):
     See [Note: what the host waits for].
     """
 
-    receives_apart = True
+    has_receive_buffers = True
     _exchange: PartExchange | None = None
     _streams: Any = None  # of the device, in the place of torch's
 
@@ -44,7 +44,7 @@ class BackendCollectives(Collectives):
         every = torch.zeros(self.size, device=device)
         own = every.chunk(self.size)[self.rank]
         # NCCL's memory for this is not torch's allocator's: where that has taken all there is, connecting fails.
-        with self.named_failures("connecting"):
+        with self.translated_errors("connecting"):
             self.group._reduce_scatter_base(own, every, dist.ReduceScatterOptions()).wait()
             self.group._allgather_base(every, own).wait()
             if exchanges:
@@ -69,7 +69,7 @@ class BackendCollectives(Collectives):
 
     def _start(self, what: str, launch: Callable[[], Any], then: Callable[[], object] | None = None) -> Handle:
         # NCCL connects, and meets what others left of a communicator, when it is asked to start.
-        with self.named_failures(what):
+        with self.translated_errors(what):
             work = launch()
         self._count(what)
         return WorkHandle(what, work, self, then)
@@ -94,7 +94,7 @@ class BackendCollectives(Collectives):
         if self._exchange is None:
             self._exchange = PartExchange(tensor.device, self._all_to_all, self._streams)
         exchange = self._exchange
-        with self.named_failures("reduce-scatter"):
+        with self.translated_errors("reduce-scatter"):
             started = exchange.start(tensor, lambda parts: add_parts_(sums, parts, scale, scale_sum), self.size)
         self._count("reduce-scatter")
         return _ExchangeHandle(self, lambda: exchange.finish(started))
@@ -184,7 +184,7 @@ class WorkHandle(Handle):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise did_not_complete(self._what, self._collectives, error) from error
+            raise incomplete_error(self._what, self._collectives, error) from error
         self._work = None
         # After the wait: on CUDA the current stream is now behind the collective, so what is queued here reads its
         # result.
@@ -198,7 +198,7 @@ class _ExchangeHandle(Handle):
         self._collectives, self._finish = collectives, finish
 
     def wait(self) -> None:
-        with self._collectives.named_failures("reduce-scatter"):
+        with self._collectives.translated_errors("reduce-scatter"):
             self._finish()
 
 

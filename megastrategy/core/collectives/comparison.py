@@ -19,11 +19,11 @@ def digest(description: Mapping[str, object]) -> bytes:
 def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Collectives) -> None:
     """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able rows by
     what they tell. Collective."""
-    if (descriptions := if_different(description, collectives)) is not None:
-        raise first_difference(descriptions)
+    if (descriptions := descriptions_if_different(description, collectives)) is not None:
+        raise first_difference_error(descriptions)
 
 
-def if_different(
+def descriptions_if_different(
     description: Mapping[str, Sequence[object]], collectives: Collectives
 ) -> list[Mapping[str, Sequence[object]]] | None:
     """Every rank's description, by rank; None, on all ranks, if they are equal. Collective."""
@@ -41,7 +41,7 @@ def is_same_on_all_ranks(data: bytes, collectives: Collectives) -> bool:
     return all(byte == 255 - other for byte, other in zip(largest[: len(data)], largest[len(data) :], strict=True))
 
 
-def first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
+def first_difference_error(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
     """Returns the error that names the first difference between the ranks' descriptions."""
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .interface import Handle
-from .single_rank import Done, LoneCollectives
+from .single_rank import Done, SingleRankCollectives
 
 
-class FakeCollectives(LoneCollectives):
+class FakeCollectives(SingleRankCollectives):
     """One rank of many, the only one that runs: its peers are taken to hold, to do and to say what it does.
 
     Shapes, memory and the order of calls are those of a real run; values are not. A sum has ``size`` equal addends, and
@@ -18,7 +18,7 @@ class FakeCollectives(LoneCollectives):
     """
 
     # A device's backend exchanges into memory of its own, and whoever plans for a device asks what it will need.
-    receives_apart = True
+    has_receive_buffers = True
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return super().all_reduce(tensor, scale * self.size)

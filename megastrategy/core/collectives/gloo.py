@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from ..errors import CollectiveError
 from ..layout import Spans
 from .backend import max_options
+from .gloo_references import GlooReferences
 from .gloo_rings import GlooRings
-from .interface import GLANCE_S, Collectives, Handle, did_not_complete
-from .lent_tensors import LentTensors
+from .interface import CHECK_PEERS_S, Collectives, Handle, incomplete_error
 from .part_sums import add_parts_
 from .process_groups import PROBE_TAG
-from .roll_call import RollCall
+from .rank_check import RankCheck
 from .worker import Worker
 
 _RING_AT_MOST = 4
@@ -35,12 +35,12 @@ class GlooCollectives(Collectives):
     waits outside the GIL.
     """
 
-    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
-        super().__init__(group, roll_call)
+    def __init__(self, group: ProcessGroup, rank_check: RankCheck | None = None) -> None:
+        super().__init__(group, rank_check)
         self._worker: Worker | None = None
-        self._lent = LentTensors()  # in the worker's thread
+        self._gloo_references = GlooReferences()  # in the worker's thread
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._rings = GlooRings(group, self._scratch, self._lent)
+        self._rings = GlooRings(group, self._scratch, self._gloo_references)
         self._probes: list[Any] = []  # kept, as gloo would wait for them
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -48,7 +48,7 @@ class GlooCollectives(Collectives):
             # A factor of one would be a pass over the tensor that changes no bit.
             if not scale_sum and scale != 1.0:
                 tensor.mul_(scale)
-            self.group.allreduce([self._lend(tensor)]).wait()
+            self.group.allreduce([self._view_for_gloo(tensor)]).wait()
             if scale_sum and scale != 1.0:
                 tensor.mul_(scale)
 
@@ -59,7 +59,9 @@ class GlooCollectives(Collectives):
         # after each backward, of 128 ranks. Few ranks are faster in gloo's own ring, which is one call.
         if self.size > _RING_AT_MOST:
             return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
-        return self._start("all-reduce", lambda: self.group.allreduce([self._lend(tensor)], max_options()).wait())
+        return self._start(
+            "all-reduce", lambda: self.group.allreduce([self._view_for_gloo(tensor)], max_options()).wait()
+        )
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
@@ -85,7 +87,7 @@ class GlooCollectives(Collectives):
     def close(self) -> None:
         super().close()
         if self._worker is not None:
-            _end(self._worker, self._lent)
+            _end(self._worker, self._gloo_references)
             self._worker = None
         self._scratch.clear()
 
@@ -94,7 +96,7 @@ class GlooCollectives(Collectives):
             # At the first use, and again after close(), which promises that these may be used afterwards.
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
-            weakref.finalize(self, _end, self._worker, self._lent)
+            weakref.finalize(self, _end, self._worker, self._gloo_references)
         # Counted in the caller's thread, in the order of the program: the number is what ranks compare to find a
         # deadlock.
         self._count(what)
@@ -117,11 +119,11 @@ class GlooCollectives(Collectives):
         super()._give_up(what, reason)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
+        self.group.broadcast([self._view_for_gloo(tensor)], dist.BroadcastOptions()).wait()
 
-    def _lend(self, tensor: Tensor) -> Tensor:
+    def _view_for_gloo(self, tensor: Tensor) -> Tensor:
         """A view of ``tensor`` to be given to a thread of gloo's; see [Note: gloo lets go after it is done]."""
-        return self._lent.lend(tensor)
+        return self._gloo_references.view_for_gloo(tensor)
 
 
 class HostCollectives(GlooCollectives):
@@ -137,9 +139,9 @@ class _FutureHandle(Handle):
 
     def wait_for_end(self) -> None:
         """Returns when it has ended or failed. Raises CollectiveError if it will do neither."""
-        # Never without a glance: a peer that raised and lives would keep this rank until the group's timeout.
-        while not (self._future.done() or concurrent.futures.wait([self._future], GLANCE_S).done):
-            self._collectives.glance(self._what, self._number)
+        # Never without a check_peers: a peer that raised and lives would keep this rank until the group's timeout.
+        while not (self._future.done() or concurrent.futures.wait([self._future], CHECK_PEERS_S).done):
+            self._collectives.check_peers(self._what, self._number)
 
     def wait(self) -> None:
         try:
@@ -149,10 +151,10 @@ class _FutureHandle(Handle):
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise did_not_complete(self._what, self._collectives, error) from error
+            raise incomplete_error(self._what, self._collectives, error) from error
 
 
-def _end(worker: Worker, lent: LentTensors) -> None:
+def _end(worker: Worker, references: GlooReferences) -> None:
     """See [Note: gloo lets go after it is done]."""
     if worker.close():
-        lent.wait_until_returned(Worker.CLOSE_TIMEOUT_S)
+        references.wait_until_released(Worker.CLOSE_TIMEOUT_S)

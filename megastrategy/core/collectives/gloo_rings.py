@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layout import Spans
-from .lent_tensors import LentTensors
+from .gloo_references import GlooReferences
 
 SEGMENT_BYTES = 2**20
 """Large enough that a segment's own cost (0.1 ms) is small on a link of 10 Gbit/s, small enough that what is left to be
@@ -44,11 +44,11 @@ class GlooRings:
     Args:
         group: on which nobody else sends between two ranks with these tags.
         scratch: memory by dtype, to share with rings that never run at the same time.
-        lent: keeps what gloo's threads have.
+        references: keeps what gloo's threads have.
     """
 
-    def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], lent: LentTensors) -> None:
-        self._group, self._scratch, self._lent = group, scratch, lent
+    def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], references: GlooReferences) -> None:
+        self._group, self._scratch, self._gloo_references = group, scratch, references
         self._rank, self._size = group.rank(), group.size()
         self._first = -1
         self._num_exchanges: dict[int, int] = {}  # by distance, alike on all ranks: the tags of the messages
@@ -152,7 +152,7 @@ class GlooRings:
         if self._first < 0:
             # A number of this object's own: one before it on the same group left posted receives behind.
             first = torch.tensor([secrets.randbelow(2**26)], device="cpu")
-            self._group.broadcast([self._lent.lend(first)], dist.BroadcastOptions()).wait()
+            self._group.broadcast([self._gloo_references.view_for_gloo(first)], dist.BroadcastOptions()).wait()
             self._first = int(first.item())
         # The first exchange at this distance has no earlier one that would have posted its word.
         if distance not in self._posted:

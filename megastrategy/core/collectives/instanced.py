@@ -27,11 +27,11 @@ from .backend import BackendCollectives, WorkHandle, as_real
 from .fake import FakeCollectives
 from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
-from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle
 from .part_sums import add_parts_
 from .process_groups import destroy_group, part_of_group
-from .roll_call import CALL_ON_EVERY_RANK
+from .rank_check import CALL_ON_EVERY_RANK
+from .via_host import ViaHostCollectives
 
 
 def shard_collectives(every: Collectives, num_shards: int, device: torch.device) -> Collectives:
@@ -62,9 +62,9 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
     if isinstance(every, FakeCollectives):
         destroy_group(across)  # nothing crosses between instances either
         return FakeCollectives(instance)
-    if isinstance(every, HostStagedCollectives):
+    if isinstance(every, ViaHostCollectives):
         host = make_instance_collectives(every.real, instance, across)
-        return HostStagedCollectives(host, every.device, every.streams, staging=every)
+        return ViaHostCollectives(host, every.device, every.streams, staging=every)
     if isinstance(every, GlooCollectives):
         return GlooInstanceCollectives(every, instance, across)
     return BackendInstanceCollectives(every, instance, across)
@@ -75,7 +75,7 @@ def destroy_instances(every: Collectives) -> None:
     # The groups end with the model that they were made for; a group that is left open keeps its sockets until the
     # process ends.
     for made in every.instances.values():
-        made = made.real if isinstance(made, HostStagedCollectives) else made
+        made = made.real if isinstance(made, ViaHostCollectives) else made
         if isinstance(made, InstanceCollectives):
             destroy_group(made.across)
         if isinstance(made, InstanceCollectives | FakeCollectives):
@@ -188,8 +188,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
         # Shared with the rings of all ranks: one thread runs both, so the scratch is never used twice at a time.
-        self._scratch, self._lent = every._scratch, every._lent
-        self._rings = GlooRings(instance, self._scratch, self._lent)
+        self._scratch, self._gloo_references = every._scratch, every._gloo_references
+        self._rings = GlooRings(instance, self._scratch, self._gloo_references)
 
     @property
     def every(self) -> GlooCollectives:
@@ -206,7 +206,7 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
         return self._start(what, run)
 
     def _sum_across(self, tensor: Tensor) -> None:
-        super()._sum_across(self._lend(tensor))
+        super()._sum_across(self._view_for_gloo(tensor))
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
@@ -241,7 +241,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         # The gradients were written on the caller's stream; without this the first hop would read them half written.
         self._stream.wait_stream(streams.current_stream(device))
         with streams.stream(self._stream), torch.no_grad():
-            with self.named_failures(what):
+            with self.translated_errors(what):
                 run()
             # An event and not the work's own wait: it covers what was queued after the collective too, the scaling and
             # the sums.
@@ -251,7 +251,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         super().connect(device, exchanges=exchanges)
-        with self.named_failures("connecting"):
+        with self.translated_errors("connecting"):
             self._sum_across(torch.zeros(1, device=device))
 
     def abort(self) -> None:

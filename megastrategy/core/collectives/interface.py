@@ -29,14 +29,14 @@ from torch.distributed import ProcessGroup
 
 from ..errors import CollectiveError, MegastrategyError
 from ..layout import Spans
-from .part_sums import chunks_by_dtype
-from .roll_call import CALL_ON_EVERY_RANK, Progress, RollCall
+from .part_sums import coalesce_by_dtype
+from .rank_check import CALL_ON_EVERY_RANK, Progress, RankCheck
 
-GLANCE_S = 1.0  # between two looks at the others while this rank waits
+CHECK_PEERS_S = 1.0  # between two looks at the others while this rank waits
 _POLL_S = 50e-6  # between two looks at the device: short beside a step, and long enough to leave the core to others
 _PROBE_S = 5.0  # a probe of every rank is a message that nobody receives, and gloo keeps each
 
-BROADCAST_CHUNK_BYTES = 64 * 2**20  # the copy that is sent takes as much memory again
+COALESCED_BYTES = 64 * 2**20  # the copy that is sent takes as much memory again
 
 
 class Handle(ABC):
@@ -84,34 +84,34 @@ class Collectives(ABC):
 
     Args:
         group: its ranks, and how they send; None in a process without a process group, which is one rank.
-        roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
+        rank_check: finds out before a collective that users call whether all ranks do; None where there is no store to
             meet in, as for a group that torch.distributed does not know.
         host: see the property; None for these collectives themselves.
 
     Attributes:
-        roll_call: as passed.
+        rank_check: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
-        receives_apart: whether :meth:`reduce_scatter_into` has memory for what comes that the memory table counts.
+        has_receive_buffers: whether :meth:`reduce_scatter_into` has memory for what comes that the memory table counts.
         second: another way between the same ranks (see :func:`.second_collectives`); None where none was made.
         watchdog: asked while this rank waits; None for a wait that ends with a peer's process alone.
     """
 
-    receives_apart = False
+    has_receive_buffers = False
     watchdog: Watchdog | None = None
     _host: Collectives | None = None
     second: Collectives | None = None
 
     def __init__(
-        self, group: ProcessGroup | None = None, roll_call: RollCall | None = None, host: Collectives | None = None
+        self, group: ProcessGroup | None = None, rank_check: RankCheck | None = None, host: Collectives | None = None
     ) -> None:
         if group is not None:
             self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.roll_call = roll_call
+        self.rank_check = rank_check
         self._host = host
         # One count for both: the attendant's thread tells rank 0 how far this rank is by what is counted here.
-        self.progress = roll_call.progress if roll_call is not None else Progress()
+        self.progress = rank_check.progress if rank_check is not None else Progress()
         if host is not None:
             # One count for the device and the host, too: a program starts both in one order, the same on all ranks.
             self.progress = host.progress
@@ -154,14 +154,14 @@ class Collectives(ABC):
             NotOnAllRanksError: if they are not, within bounded time.
         """
         # Without a store ranks cannot be asked; the call itself then waits, as any collective does.
-        if self.roll_call is None or self.size == 1:
+        if self.rank_check is None or self.size == 1:
             return
         self._finish_started()
-        with self.named_failures(what):
-            self.roll_call.meet(what, self.probe, remedy)
+        with self.translated_errors(what):
+            self.rank_check.wait_for_all(what, self.probe, remedy)
 
     @contextlib.contextmanager
-    def named_failures(self, what: str) -> Iterator[None]:
+    def translated_errors(self, what: str) -> Iterator[None]:
         """Turns what a backend raises, or a store that ended with its process, into a CollectiveError."""
         try:
             yield
@@ -169,24 +169,24 @@ class Collectives(ABC):
         except MegastrategyError:
             raise
         except RuntimeError as error:
-            raise did_not_complete(what, self, error) from error
+            raise incomplete_error(what, self, error) from error
 
     def _count(self, what: str) -> None:
         """A collective is started."""
         self.progress.start(what)
-        if self.roll_call is not None:
+        if self.rank_check is not None:
             # After close() the attendant is gone; a rank that is used again must be able to answer rank 0 again.
-            self.roll_call.resume()
+            self.rank_check.restart_responder()
 
-    def glance(self, what: str, number: int) -> None:
+    def check_peers(self, what: str, number: int) -> None:
         """Called while the ``number``-th collective that was started takes long.
 
         Raises:
             CollectiveError: if it will not complete.
         """
         # Rank 0 waits here, so whoever calls a meeting without having come this far would wait for it in vain.
-        if self.roll_call is not None:
-            self.roll_call.say_where(f"waiting in {what}", number)
+        if self.rank_check is not None:
+            self.rank_check.report_waiting(f"waiting in {what}", number)
         # A backend cannot see that a peer raised and went elsewhere while its process lives; whoever watches can.
         if self.watchdog is not None and (reason := self.watchdog(what, number)):
             self._give_up(what, reason)
@@ -256,12 +256,12 @@ class Collectives(ABC):
     def close(self) -> None:
         """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
         afterwards."""
-        if self.roll_call is not None:
-            self.roll_call.dismiss()
+        if self.rank_check is not None:
+            self.rank_check.stop_responder()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
-        for chunk in chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
+        for chunk in coalesce_by_dtype(tensors, COALESCED_BYTES):
             # A copy, whatever strides the tensors have: a broadcast for each would cost a round trip for each.
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             # As bytes: gloo sends no int16, uint16 or float8, which a quantised model has in frozen parameters.
@@ -330,14 +330,14 @@ class Collectives(ABC):
             return
         timeout_s = self.group._get_backend(device).options._timeout.total_seconds()
         began = time.monotonic()
-        next_glance, next_probe = began + GLANCE_S, began + _PROBE_S
+        next_glance, next_probe = began + CHECK_PEERS_S, began + _PROBE_S
         # Polled, not synchronised: a synchronisation returns from C++ only when the device is done, which may be never.
         while not has_ended():
             time.sleep(_POLL_S)
             now = time.monotonic()
             if now > next_glance:
-                next_glance = now + GLANCE_S
-                self.glance(what, self.num_started)
+                next_glance = now + CHECK_PEERS_S
+                self.check_peers(what, self.num_started)
             if now > next_probe:
                 next_probe = now + _PROBE_S
                 self._probe_others(what)
@@ -351,7 +351,7 @@ class Collectives(ABC):
                     self.probe(other)
             except RuntimeError as error:
                 self.abort()
-                raise did_not_complete(what, self, error) from error
+                raise incomplete_error(what, self, error) from error
 
     def _end_of_queue(self, device: torch.device) -> Callable[[], bool] | None:
         """Tells whether the device has done what is queued now; None where the host does not run ahead of it."""
@@ -373,7 +373,7 @@ class Collectives(ABC):
             raise
 
 
-def did_not_complete(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
+def incomplete_error(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
     """The error for what a backend raised in a collective."""
     return CollectiveError(
         f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with "

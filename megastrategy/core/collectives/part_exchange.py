@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..layout import RECEIVED_BUFFERS
+from ..layout import NUM_RECEIVE_BUFFERS
 
 
 class PartExchange:
@@ -49,7 +49,7 @@ class PartExchange:
         if self._stream is not None:
             self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._on_stream():
-            while len(self._started) >= RECEIVED_BUFFERS:
+            while len(self._started) >= NUM_RECEIVE_BUFFERS:
                 self._add_oldest()
             received = self._next_received(tensor)
             work = self._all_to_all(received, tensor)
@@ -88,7 +88,7 @@ class PartExchange:
 
     def _next_received(self, tensor: Tensor) -> Tensor:
         """The memory that was used longest ago; it grows to the largest that was asked for."""
-        if len(self._received) < RECEIVED_BUFFERS:
+        if len(self._received) < NUM_RECEIVE_BUFFERS:
             received = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         else:
             received = self._received.pop(0)

@@ -77,7 +77,7 @@ def _is_power_of_two(scale: float) -> bool:
     return math.frexp(scale)[0] == 0.5
 
 
-def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+def coalesce_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
     """The tensors in groups of one dtype and device, each of at most ``max_bytes`` (or one tensor)."""
     chunks: list[list[Tensor]] = []
     kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors))

@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import CollectiveError
 
-_GLANCE_S = 1.0
+_CHECK_PEERS_S = 1.0
 _NAME = "megastrategy "
 HOSTS_CONNECT_S = 60.0
 """The time that hosts have to connect. They come together, from a collective on the device; a full mesh of 512 takes
@@ -91,7 +91,7 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
 
     torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
     that may wait for a minute would be kept. Collective. See [Note: hosts that cannot connect].
-    ``device``: see :func:`some_device`.
+    ``device``: see :func:`device_of_group`.
 
     Raises:
         ValueError: if torch.distributed does not know ``group``.
@@ -102,7 +102,7 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
             "torch.distributed does not know the process group that was passed, which was made by hand and has no gloo "
             "for the ranks' hosts: pass one of torch.distributed.new_group(), or register gloo for the CPU in it"
         )
-    device = some_device(group, device)
+    device = device_of_group(group, device)
     name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
     if has_gloo(group):  # these hosts have connected before: a failure now is a rank's, and no interface's
         return part_of_group(group, ranks, name, device, backend="gloo")
@@ -116,7 +116,7 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
         ) from error
 
 
-def some_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
+def device_of_group(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
     """A device that ``group`` has a backend for: the CPU if it has one. If several, all have one timeout.
 
     Args:
@@ -130,7 +130,7 @@ def some_device(group: ProcessGroup, own: torch.device | None = None) -> torch.d
     return device
 
 
-def num_own_groups() -> int:
+def num_private_groups() -> int:
     """The number of groups of this process that :func:`private_group` and its like have made and not ended."""
     return sum(name.startswith(_NAME) for name in dist.distributed_c10d._world.pg_names.values())
 
@@ -352,7 +352,7 @@ def _while_all_live(
     # a daemon, as it may be left behind: the interpreter would wait for another kind of thread when it ends
     threading.Thread(target=run, name="megastrategy-connect", daemon=True).start()
     probes: list[Any] = []  # kept, as gloo would wait for them
-    while not concurrent.futures.wait([future], _GLANCE_S).done:
+    while not concurrent.futures.wait([future], _CHECK_PEERS_S).done:
         if bounded and time.monotonic() > deadline:
             raise CollectiveError(
                 f"rank {group.rank()} of {group.size()}: the hosts did not connect over gloo within "

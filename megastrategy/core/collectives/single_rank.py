@@ -12,7 +12,7 @@ from .interface import Collectives, Handle
 from .part_sums import add_parts_
 
 
-class LoneCollectives(Collectives):
+class SingleRankCollectives(Collectives):
     """One rank: nothing is sent, no thread is started, and nothing is counted, since there is nobody to keep step with.
 
     A sum over ranks is the tensor itself, and so is what is gathered or broadcast. Only a scale is left to apply.

@@ -23,9 +23,9 @@ from ..buffers import (
 )
 from ..collectives import (
     Collectives,
-    end_with,
+    close_when_collected,
     make_collectives,
-    num_own_groups,
+    num_private_groups,
     private_group,
     second_collectives,
     shard_collectives,
@@ -33,7 +33,7 @@ from ..collectives import (
 from ..config import DistributedDataParallelConfig
 from ..errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
 from ..events import Event, EventKind, Listener
-from ..layout import BufferLayout, Owners, build_layout, describe_setup, weight_chunks
+from ..layout import BufferLayout, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
     LocalParts,
     ModuleWatch,
@@ -175,12 +175,12 @@ class Engine:
         if collectives is None:
             # Each has threads and descriptors, and those of a model that was dropped in a circle of references end when
             # that is collected.
-            if num_own_groups() >= _MANY_GROUPS:
+            if num_private_groups() >= _MANY_GROUPS:
                 collect_garbage()
             group = private_group(process_group, self.device)
             own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
-            self._end = end_with(self, collectives, own_group)
+            self._end = close_when_collected(self, collectives, own_group)
         # Hazard: collectives that were passed serve other models too, and garbage is collected at any time in any
         # thread. If they ended with this object, another model's collective would never be carried out.
         return collectives
@@ -267,7 +267,7 @@ class Engine:
             check_module(self.module, self._kind)
             self.local_parts.check(self.module)
             self.watch.look(self.params)
-        self.reducer.follow_swaps()
+        self.reducer.update_swapped_params()
         if any(param.requires_grad for param in self.watch.frozen):
             self.include_trainable()
 
@@ -302,12 +302,12 @@ class Engine:
         parts, part_of = self.local_parts, self.local_parts.local_view
         whole = [param for param in joining if part_of(param) is param]
         # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
-        chunks = weight_chunks(self.module, whole, self.config) if parts.tensor_ranks is None else {}
+        chunks = find_weight_chunks(self.module, whole, self.config) if parts.tensor_ranks is None else {}
         specs = [
             dataclasses.replace(
                 param_spec(name, part_of(param), self.config, chunks.get(id(param))),
-                room=parts.reserved_numel(param),
-                is_alone=parts.needs_own_bucket(param),
+                reserved_numel=parts.reserved_numel(param),
+                needs_own_bucket=parts.needs_own_bucket(param),
             )
             for name, param in others
             if param.requires_grad
@@ -343,7 +343,7 @@ class Engine:
             if self.param_buffers is not None:
                 # Equal parts came so far, and stayed; parts with gaps will be added where they were not overwritten.
                 self.param_gather.finish()
-                self.param_buffers.forget_changes()
+                self.param_buffers.clear_changes()
         every = self.collectives.all_gather_objects(sorted(self.owners.rank_of.items()))
         if any(others != every[0] for others in every):
             raise LayoutMismatchError(
@@ -376,7 +376,7 @@ class Engine:
                 self.collectives.rank,
                 self.config.overlap_grad_reduce,
                 kept if self.has_optimizer else None,
-                receives_apart=self.collectives.receives_apart,
+                has_receive_buffers=self.collectives.has_receive_buffers,
                 owners=self.owners,
                 device=self.device,
             )
@@ -397,7 +397,7 @@ class Engine:
         before = self.grad_buffers
         self.layout = layout
         self.grad_buffers = self._make_grad_buffers()
-        self.grad_buffers.keep_views(before)
+        self.grad_buffers.keep_views_of(before)
 
     def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
         """Changes to another layout of the same parameters where this rank owns shards.
@@ -406,20 +406,20 @@ class Engine:
             reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
         """
         before = self.grad_buffers
-        room = before.give_up()
+        memory = before.close_and_return_memory()
         self.layout = layout
         # CUDA's allocator gives a freed block to what has its size. So weights wait in the gradients' memory until that
         # of the old weights is free: new weights take it, and new gradients take the old gradients'. New weights that
         # stayed in a block of gradients would make the allocator reserve one more.
-        if ParamBuffers.fit(layout, room):
-            self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts, room))
+        if ParamBuffers.can_hold(layout, memory):
+            self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts, memory))
         else:
-            room = []
+            memory = []
         self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts))
-        del room
+        del memory
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers = self._make_grad_buffers()
-        self.grad_buffers.take_over(before, reduced)
+        self.grad_buffers.continue_from(before, reduced)
 
     def _follow_params(self, buffers: ParamBuffers) -> None:
         self.param_buffers = buffers
@@ -503,7 +503,7 @@ class Engine:
             self.grad_buffers.close(keeps_grads=self.wrapper() is None)
             withdraw_main_grads(self._declared)
             if self.param_buffers is not None:
-                self.param_buffers.restore()
+                self.param_buffers.restore_params()
                 self.param_buffers = None
             if self.staged_module is not None:
                 self.staged_module.attach(None)

@@ -130,7 +130,7 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
             engine.finish_param_gather()
             # what a user put in a parameter's place (``p.data = x``) or wrote into ``.grad`` is in no buffer yet
             engine.param_buffers.recapture()
-            grads.adopt_written(range(len(engine.params)))
+            grads.adopt_written_grads(range(len(engine.params)))
             # a CUDA graph that was captured since the wrapping would go on to read the weights where they were
             may_move = not captured_modules(engine.module, engine.params)
             reduced = _ReducedGrads(grads, engine.collectives.rank, may_move=may_move)

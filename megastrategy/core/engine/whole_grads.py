@@ -24,7 +24,7 @@ def full_grad(engine: Engine, param: Parameter) -> Tensor | None:
         return _with_pending(engine, param, stand_in)
     if is_local or not grads.is_sharded(index):
         return None if param.grad is None else param.grad.detach().clone()
-    grads.adopt_written([index])
+    grads.adopt_written_grads([index])
     if not grads.has_grad[index]:
         return None
     spec, slot = engine.layout.params[index], engine.layout.slots[index]
@@ -52,7 +52,7 @@ def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     grads, every = engine.grad_buffers, range(len(engine.params))
     is_scattered = any(map(grads.is_sharded, every))  # on all ranks alike
     sharded = [i for i in every if grads.is_sharded(i) and not engine.reducer.is_local(i)]
-    grads.adopt_written(sharded)
+    grads.adopt_written_grads(sharded)
     norms = zero_norms(len(engine.params), engine.device)
     own = norms.clone()
     for index in sharded:

@@ -3,11 +3,11 @@
 from .arrival_order import better_layout_order
 from .build import build_layout
 from .layout import (
-    CHUNKS,
+    CHUNKS_HEADING,
+    NUM_RECEIVE_BUFFERS,
+    NUM_STAGING_BUFFERS,
     PARAM_ALIGNMENT_NUMEL,
-    RECEIVED_BUFFERS,
-    SIXTEEN_BIT,
-    STAGING_BUFFERS,
+    SIXTEEN_BIT_DTYPES,
     Bucket,
     BufferLayout,
     ParamSpec,
@@ -15,15 +15,15 @@ from .layout import (
 )
 from .memory import describe_setup, memory_use
 from .owners import Owners, Part
-from .recurrent_weights import ChunkPlace, weight_chunks
+from .recurrent_weights import ChunkPlace, find_weight_chunks
 from .strides import contiguous_stride, dense_stride
 
 __all__ = [
-    "CHUNKS",
+    "CHUNKS_HEADING",
+    "NUM_RECEIVE_BUFFERS",
+    "NUM_STAGING_BUFFERS",
     "PARAM_ALIGNMENT_NUMEL",
-    "RECEIVED_BUFFERS",
-    "SIXTEEN_BIT",
-    "STAGING_BUFFERS",
+    "SIXTEEN_BIT_DTYPES",
     "Bucket",
     "BufferLayout",
     "ChunkPlace",
@@ -36,6 +36,6 @@ __all__ = [
     "contiguous_stride",
     "dense_stride",
     "describe_setup",
+    "find_weight_chunks",
     "memory_use",
-    "weight_chunks",
 ]

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..config import OF_SHARDS, DistributedDataParallelConfig
+from ..config import SHARD_OPTIONS, DistributedDataParallelConfig
 from .layout import (
     NCCL_ALIGNMENT_NUMEL,
     PARAM_ALIGNMENT_NUMEL,
-    SIXTEEN_BIT,
+    SIXTEEN_BIT_DTYPES,
     Bucket,
     Buffer,
     BufferLayout,
@@ -32,7 +32,7 @@ from .layout import (
     bucket_alignment,
     round_up,
 )
-from .recurrent_weights import in_units
+from .recurrent_weights import placement_units
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
@@ -86,7 +86,7 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    size, are_alike = _bucket_size(config, sum(spec.room for spec in specs), dp_size)
+    size, are_alike = _bucket_size(config, sum(spec.reserved_numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(bucket_alignment(dp_size, num_shards), for_nccl)
 
@@ -97,7 +97,9 @@ def build_layout(
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
-        units = in_units([s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind])
+        units = placement_units(
+            [s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
+        )
         # Each buffer begins with small buckets: its first gradients are early too.
         minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
@@ -106,7 +108,7 @@ def build_layout(
             position = _place(specs, unit, round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
             current += unit
             # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
-            is_border = any(specs[index].is_alone for near in units[place : place + 2] for index in near)
+            is_border = any(specs[index].needs_own_bucket for near in units[place : place + 2] for index in near)
             if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
                 position = round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
@@ -125,7 +127,7 @@ def build_layout(
     sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
     buffers = []
     for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
-        sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
+        sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT_DTYPES else grad_dtype
         sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
         apart = pooled or sum_dtype != sent
@@ -150,7 +152,7 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
     for index in unit:
         chunk = specs[index].chunk
         starts[index] = position + (0 if chunk is None else chunk.start)
-        numel = specs[index].room if chunk is None else chunk.numel
+        numel = specs[index].reserved_numel if chunk is None else chunk.numel
     return position + numel
 
 
@@ -178,7 +180,7 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
     # On one rank both are quietly of no effect, so that a script runs there unchanged.
-    for name in OF_SHARDS:
+    for name in SHARD_OPTIONS:
         value = getattr(config, name)
         if instances == dp_size > 1 and value not in (False, None, "contiguous"):
             raise ValueError(

@@ -37,17 +37,17 @@ SHARD_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
 """The alignment of a bucket with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
-STAGING_BUFFERS = 2
+NUM_STAGING_BUFFERS = 2
 """The most pieces of buckets that may be on their way at once, with pooled gradients. Two are the fewest that keep the
 wire busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its
 gradients are there. If they come faster than the wire takes them, backward waits, and a longer queue would end no
 earlier."""
-RECEIVED_BUFFERS = 2
+NUM_RECEIVE_BUFFERS = 2
 """The number of buckets (or pieces) whose parts from other ranks there is memory for, where they are added up here: one
 is added up while the next comes in."""
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
 
-CHUNKS = "weight in a chunk (name, chunk, first element, elements of the chunk)"
+CHUNKS_HEADING = "weight in a chunk (name, chunk, first element, elements of the chunk)"
 """The heading under which :meth:`BufferLayout.describe` lists them."""
 
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -60,8 +60,8 @@ class ParamSpec:
 
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
     a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
-    together; see recurrent_weights' [Note: weights in one chunk]. ``room``: the elements that are set aside for it; see
-    local_parts' [Note: one layout on all tensor ranks]. ``is_alone``: it has a bucket of its own.
+    together; see recurrent_weights' [Note: weights in one chunk]. ``reserved_numel``: the elements that are
+    set aside for it; see local_parts' [Note: one layout on all tensor ranks].
     """
 
     name: str
@@ -70,11 +70,11 @@ class ParamSpec:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     chunk: ChunkPlace | None = None
-    room: int = 0  # no less than numel, once it is made
-    is_alone: bool = False
+    reserved_numel: int = 0  # at least numel: see __post_init__
+    needs_own_bucket: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "room", max(self.room, self.numel))
+        object.__setattr__(self, "reserved_numel", max(self.reserved_numel, self.numel))
 
     @property
     def numel(self) -> int:
@@ -83,7 +83,7 @@ class ParamSpec:
     @property
     def has_main_param(self) -> bool:
         """Whether the optimizer steps an fp32 copy of the parameter."""
-        return self.dtype in SIXTEEN_BIT
+        return self.dtype in SIXTEEN_BIT_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Bucket:
 class Buffer:
     """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
 
-    ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
-    which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: gradients are sent in it.
-    ``param_wire_dtype``: changes of weights are sent in it; None where weights are sent themselves. int8 stands for
-    blocks (wire's [Note: blocks]). ``sent_..._nbytes(n)``: the bytes that n elements take on the wire.
+    ``sum_dtype`` is that of reduced gradients. With ``has_separate_sums`` a rank's shards of these have memory of their
+    own, to which each reduction adds; otherwise the sums replace the gradients in the buffer. Gradients are sent in
+    ``grad_wire_dtype``, changes of weights in ``param_wire_dtype`` (None where weights are sent themselves); int8
+    stands for blocks (wire's [Note: blocks]). ``sent_..._nbytes(n)`` is the size of n elements on the wire.
     ``keeps_main_bits``: see main_bits' [Note: what weights lack].
     """
 
@@ -130,7 +130,7 @@ class Buffer:
     grad_dtype: torch.dtype
     numel: int
     sum_dtype: torch.dtype
-    sums_apart: bool
+    has_separate_sums: bool
     grad_wire_dtype: torch.dtype
     param_wire_dtype: torch.dtype | None
     keeps_main_bits: bool = False
@@ -206,16 +206,16 @@ class BufferLayout:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None
 
-    def keeps_remainder(self, param: int) -> bool:
+    def sends_weight_changes(self, param: int) -> bool:
         """Whether weights are sent as rounded changes; see param_shard's [Note: remainders]."""
         return self.buffers[self.slots[param].buffer].param_wire_dtype is not None
 
-    def is_stepped_apart(self, param: int) -> bool:
+    def has_separate_main(self, param: int) -> bool:
         """Whether the optimizer steps other memory than the weights."""
-        return self.params[param].has_main_param or self.keeps_remainder(param)
+        return self.params[param].has_main_param or self.sends_weight_changes(param)
 
     @property
-    def steps_in_pieces(self) -> bool:
+    def steps_in_slices(self) -> bool:
         """Whether what optimizers step, or the state of it, is made for the step; see state_storage's note."""
         keeps_bits = any(buffer.keeps_main_bits for buffer in self.buffers)
         return self.state_dtype is not None or self.offloads_state or keeps_bits
@@ -241,14 +241,14 @@ class BufferLayout:
     def staging_nbytes(self) -> list[int]:
         """The bytes of each staging buffer: of the largest piece, in as many as there are pieces for."""
         nbytes = [numel * buffer.staging_dtype.itemsize for buffer, numel in self._piece_numels()]
-        return _largest_for_each_of(nbytes, STAGING_BUFFERS) if self.is_pooled else []
+        return _largest_for_each_of(nbytes, NUM_STAGING_BUFFERS) if self.is_pooled else []
 
     @property
     def received_nbytes(self) -> list[int]:
         """The bytes of the memory for what ranks exchange, to add it up themselves in a wider dtype; see
         collectives.part_exchange's [Note: memory for what comes]."""
-        nbytes = [buffer.sent_grad_nbytes(numel) for buffer, numel in self._piece_numels() if buffer.sums_apart]
-        return _largest_for_each_of(nbytes, RECEIVED_BUFFERS)
+        nbytes = [buffer.sent_grad_nbytes(numel) for buffer, numel in self._piece_numels() if buffer.has_separate_sums]
+        return _largest_for_each_of(nbytes, NUM_RECEIVE_BUFFERS)
 
     def _piece_numels(self) -> Iterator[tuple[Buffer, int]]:
         for bucket in self.buckets:
@@ -337,7 +337,7 @@ class BufferLayout:
         ]
         return {
             "parameter (name, shape, stride, dtype, gradient dtype)": specs,
-            CHUNKS: [[s.name, *dataclasses.astuple(s.chunk)] for s in self.params if s.chunk is not None],
+            CHUNKS_HEADING: [[s.name, *dataclasses.astuple(s.chunk)] for s in self.params if s.chunk is not None],
             "number of ranks and of shards": [[self.dp_size, self.num_shards]],
             "place (name, bucket, first element)": self.describe_places(),
             "bucket (index, buffer, start, end)": [[b.index, b.buffer, b.start, b.end] for b in self.buckets],

@@ -63,7 +63,7 @@ def memory_use(
         if not layout.is_pooled:
             grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
         # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
-        if buffer.sums_apart:
+        if buffer.has_separate_sums:
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
     state_bytes = 0
     on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
@@ -77,7 +77,7 @@ def memory_use(
         if layout.state_dtype is not None and owner is None and main_itemsize == 4:
             kept_itemsize = layout.state_dtype.itemsize
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
-        main_param_numel = numel if layout.is_stepped_apart(index) else 0
+        main_param_numel = numel if layout.has_separate_main(index) else 0
         in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
         state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
         num_kept = _num_kept(state_tensors, index)
@@ -127,7 +127,7 @@ def describe_setup(
     overlap: bool,
     state_tensors: int | Mapping[int, int] | None,
     *,
-    receives_apart: bool = False,
+    has_receive_buffers: bool = False,
     owners: Owners | None = None,
     device: torch.device = _HOST,
 ) -> str:
@@ -136,7 +136,7 @@ def describe_setup(
     Args:
         overlap: whether buckets are sent while backward runs.
         state_tensors: as for :func:`memory_use`; None if nobody knows.
-        receives_apart: whether what is exchanged comes into memory of its own.
+        has_receive_buffers: whether what is exchanged comes into memory of its own.
         owners: of parameters that are stepped whole.
         device: as for :func:`memory_use`.
     """
@@ -190,7 +190,7 @@ def describe_setup(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
             f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
         )
-    if receives_apart and use.received_bytes:
+    if has_receive_buffers and use.received_bytes:
         lines.append(
             f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
         )
@@ -209,7 +209,7 @@ def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
 
 
 def _describe_owners(owners: Owners) -> list[str]:
-    params, loads = owners.layout.params, owners.loads()
+    params, loads = owners.layout.params, owners.owned_numels()
     mean = sum(loads) / len(loads)
     largest = params[max(owners.rank_of, key=lambda index: params[index].numel)]
     lines = [

@@ -54,7 +54,7 @@ class Owners:
 
     def extended_by(self, params: Collection[int]) -> Owners:
         """The same owners, and some for ``params``; see [Note: balance]."""
-        layout, rank_of, loads = self.layout, dict(self.rank_of), self.loads()
+        layout, rank_of, loads = self.layout, dict(self.rank_of), self.owned_numels()
         numel = {param: layout.params[param].numel for param in params}
         mean = (sum(loads) + sum(numel.values())) / len(loads)
 
@@ -69,7 +69,7 @@ class Owners:
             loads[rank] += numel[param]
         return Owners(layout, rank_of)
 
-    def loads(self) -> list[int]:
+    def owned_numels(self) -> list[int]:
         """The elements that each rank owns."""
         loads = [0] * self.layout.num_shards
         for param, rank in self.rank_of.items():
@@ -80,7 +80,7 @@ class Owners:
         """The ranks that hold a part of its reduced gradient, in the order of addresses, and the part of each."""
         return ((rank, Part(param, start, end)) for rank, start, end in self.layout.holders(param))
 
-    def stepped(self, bucket: Bucket, params: Collection[int]) -> Spans:
+    def stepped_spans(self, bucket: Bucket, params: Collection[int]) -> Spans:
         """By rank, the parts of the bucket, from its start, whose weights it steps of ``params``: those that it owns,
         and its shard of the others. Neighbours are one part, with the few elements for alignment between them."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.num_shards)]
@@ -104,7 +104,7 @@ class Owners:
         """Whether all of its reduced gradient lies at its owner, so that nobody sends any."""
         return all(rank == self.rank_of[param] for rank, _ in self.holders(param))
 
-    def sent(self, params: Sequence[int], rank: int) -> list[list[Part]]:
+    def parts_to_send(self, params: Sequence[int], rank: int) -> list[list[Part]]:
         """By owner, the parts of gradients of ``params`` that ``rank`` holds and others own, in the order given."""
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in params:
@@ -112,7 +112,7 @@ class Owners:
             parts[owner] += [part for holder, part in self.holders(param) if holder == rank != owner]
         return parts
 
-    def received(self, params: Sequence[int], rank: int) -> list[list[Part]]:
+    def parts_to_receive(self, params: Sequence[int], rank: int) -> list[list[Part]]:
         """By holder, the parts of gradients of ``params`` that ``rank`` owns and others hold, in the order given."""
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in (param for param in params if self.rank_of[param] == rank):

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ..config import DistributedDataParallelConfig
 
-MOST_ELEMENTS = 2
+MAX_CHUNK_RATIO = 2
 """A chunk has at most so many times the elements of its weights. cuDNN's has room for biases that a layer without them
 does not have, which is less. A storage that has far more is somebody's file, or all of a model's weights."""
 
@@ -37,7 +37,7 @@ class ChunkPlace:
     numel: int
 
 
-def weight_chunks(
+def find_weight_chunks(
     module: nn.Module, params: Iterable[Parameter], config: DistributedDataParallelConfig
 ) -> dict[int, ChunkPlace]:
     """Finds weights of recurrent layers that lie in one chunk, by ``id`` of the parameter.
@@ -68,11 +68,11 @@ def _are_one_chunk(weights: Sequence[Parameter]) -> bool:
     return (
         min(weight.storage_offset() for weight in weights) == 0
         and all(weight.is_contiguous() for weight in weights)
-        and numel <= MOST_ELEMENTS * sum(weight.numel() for weight in weights)
+        and numel <= MAX_CHUNK_RATIO * sum(weight.numel() for weight in weights)
     )
 
 
-def in_units(chunks: Sequence[ChunkPlace | None], order: Iterable[int]) -> list[list[int]]:
+def placement_units(chunks: Sequence[ChunkPlace | None], order: Iterable[int]) -> list[list[int]]:
     """Parameters that are placed together, by address: those of a chunk, in ``order`` where the first of them is, and
     every other one alone.
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..collectives import Collectives, check_all_agree, digest_of, first_difference, if_different
+from ..collectives import Collectives, check_all_agree, descriptions_if_different, digest_of, first_difference_error
 from ..config import DistributedDataParallelConfig
-from ..layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ChunkPlace, ParamSpec, build_layout, dense_stride
+from ..layout import CHUNKS_HEADING, SIXTEEN_BIT_DTYPES, BufferLayout, ChunkPlace, ParamSpec, build_layout, dense_stride
 from .local_parts import LocalParts
 from .module_params import IGNORED, named_buffers, named_params
 
@@ -133,7 +133,7 @@ def param_spec(
     name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
 ) -> ParamSpec:
     """Describes a parameter, or this rank's part of it, to the layout."""
-    grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else part.dtype
+    grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT_DTYPES and config.grad_reduce_in_fp32 else part.dtype
     stride = dense_stride(part.shape, part.stride())
     return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
 
@@ -168,13 +168,13 @@ def agree_on_layout(
         LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
     """
     description = {**layout.describe(), "option (name, value)": option_rows(config)}
-    if (descriptions := if_different(description, collectives)) is None:
+    if (descriptions := descriptions_if_different(description, collectives)) is None:
         return layout
     # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
-    if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
+    if any(theirs[CHUNKS_HEADING] != description[CHUNKS_HEADING] for theirs in descriptions):
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
-    raise first_difference(descriptions)
+    raise first_difference_error(descriptions)
 
 
 def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:

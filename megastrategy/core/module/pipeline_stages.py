@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from ..collectives import Collectives, check_all_agree, end_with, make_collectives, private_group, subgroup
+from ..collectives import Collectives, check_all_agree, close_when_collected, make_collectives, private_group, subgroup
 from .first_batch import check_first_batch
 from .local_parts import LocalParts, dtensors_of
 from .module_params import named_params
@@ -195,7 +195,7 @@ class StageParts(LocalParts):
     def _connected(self, group: ProcessGroup, device: torch.device) -> Collectives:
         ranks = make_collectives(group, device)
         own = group if group is not self._staged.stage_group else ranks.host.group if ranks.host is not ranks else None
-        self._ends.append(end_with(self, ranks, own))
+        self._ends.append(close_when_collected(self, ranks, own))
         return ranks
 
     def check(self, module: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
-from ..collectives import Collectives, check_all_agree, end_with, make_collectives, private_group, ranks_of
+from ..collectives import Collectives, check_all_agree, close_when_collected, make_collectives, private_group, ranks_of
 from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
 from .pipeline_stages import StagedModule, StageParts
@@ -62,7 +62,7 @@ class DTensorParts(LocalParts):
         group = self.mesh.get_group()
         made = private_group(group, device)
         self.tensor_ranks = make_collectives(made, device)
-        self._end = end_with(self, self.tensor_ranks, made if made is not group else None)
+        self._end = close_when_collected(self, self.tensor_ranks, made if made is not group else None)
 
     def check(self, module: nn.Module) -> None:
         """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from

@@ -141,7 +141,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
     impl.split_state()
     own = [impl.shards[index] for index in indices if index in impl.shards]
-    mains = [shard for shard in own if shard.weights is not None and impl.layout.is_stepped_apart(shard.param)]
+    mains = [shard for shard in own if shard.weights is not None and impl.layout.has_separate_main(shard.param)]
     if impl.kept_state is not None:  # on all ranks alike
         # It may put weights into the state, as SPlus does, which would be rounded there.
         raise OptimizerNotShardableError(

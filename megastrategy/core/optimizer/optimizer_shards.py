@@ -94,7 +94,7 @@ class OptimizerShards(ShardHolder):
         self.follow_model()
 
     def _kept_state(self) -> KeptState | None:
-        if not self.layout.steps_in_pieces:
+        if not self.layout.steps_in_slices:
             return None
         if (reason := self.why_not_in_pieces()) is not None:
             raise OptimizerNotShardableError(reason)
@@ -105,7 +105,7 @@ class OptimizerShards(ShardHolder):
 
     def why_not_in_pieces(self) -> str | None:
         """Why shards may not be stepped in pieces, in words; None if they may, or nobody asked."""
-        if not self.layout.steps_in_pieces or self._keeps_state_only:
+        if not self.layout.steps_in_slices or self._keeps_state_only:
             return None
         return (
             f"{type(self.inner).__name__} keeps more than state of tensors (a count of its calls, say), and with "
@@ -123,7 +123,7 @@ class OptimizerShards(ShardHolder):
 
     @property
     def has_state_of_main_params(self) -> bool:  # type: ignore[override]
-        return any(map(self.layout.is_stepped_apart, self.param_indices()))
+        return any(map(self.layout.has_separate_main, self.param_indices()))
 
     @property
     def layout(self) -> BufferLayout:
@@ -403,7 +403,7 @@ class OptimizerShards(ShardHolder):
             if what == STATE:
                 whole = self.whole_states()
             else:
-                apart = self.layout.is_stepped_apart
+                apart = self.layout.has_separate_main
                 whole = {i: {MAIN_PARAM: shard.main} for i, shard in owned.items() if apart(i)}
         if what == STATE:
             for run in self._runs if self._is_joined else ():
@@ -415,7 +415,7 @@ class OptimizerShards(ShardHolder):
                 pieces = [Piece(piece.shards, piece.numel, self.kept_state.as_saved(piece.state)) for piece in pieces]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
-            with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
+            with_main = [shards[i] for i in own if i in shards and self.layout.has_separate_main(i)]
             pieces += [Piece((shard,), shard.numel, MainParamWhenRead(MAIN_PARAM, shard)) for shard in with_main]
         return OwnParts(pieces, self.layout, self.engine.all_reduce_option, names, whole)
 
@@ -490,7 +490,7 @@ class OptimizerShards(ShardHolder):
         for index, shard in self.shards.items():
             if not shard.is_cut:
                 continue
-            contents[index] = {MAIN_PARAM: PerElement(torch.float32)} if self.layout.is_stepped_apart(index) else {}
+            contents[index] = {MAIN_PARAM: PerElement(torch.float32)} if self.layout.has_separate_main(index) else {}
             for name, value in self.inner.state.get(shard.main, {}).items():
                 if is_per_element(name, value, shard.main.shape, self.element_names):
                     value = PerElement(value.dtype)
@@ -527,7 +527,7 @@ class OptimizerShards(ShardHolder):
                 state[self.shards[index].main] = values
         # An owner keeps its parameters in every layout; the memory that the model reads is another.
         for index, (before, kept) in self._staying.items():
-            if self.layout.is_stepped_apart(index):
+            if self.layout.has_separate_main(index):
                 self.shards[index].main.copy_(before.main)
             if kept:
                 state[self.shards[index].main] = kept

@@ -174,7 +174,7 @@ class ShardedStep(OptimizerShards):
             self.engine.finish_grad_sync()
         self.follow_model()
         if self.sharded:
-            self.engine.grad_buffers.adopt_written(self.param_indices())
+            self.engine.grad_buffers.adopt_written_grads(self.param_indices())
         else:
             self.engine.grad_buffers.cut_grads(self.param_indices())
             self.engine.reducer.tokens.finish_on_this_rank()

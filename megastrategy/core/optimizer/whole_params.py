@@ -149,8 +149,8 @@ class WholeParams:
             spec, slot = engine.layout.params[index], engine.layout.slots[index]
             flat = engine.param_buffers.flats[slot.buffer]
             weights = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
-            main, keeps_remainder = weights, engine.layout.keeps_remainder(index)
-            if engine.layout.is_stepped_apart(index):
+            main, keeps_remainder = weights, engine.layout.sends_weight_changes(index)
+            if engine.layout.has_separate_main(index):
                 main = torch.zeros_like(weights) if keeps_remainder else weights.to(torch.float32, copy=True)
             shards[index] = ParamShard(index, 0, spec.numel, main, weights, keeps_remainder=keeps_remainder)
         return shards
@@ -165,7 +165,7 @@ class WholeParams:
         if self._spans_are_of is None or self._spans_are_of[0] is not owners or self._spans_are_of[1] != indices:
             self._spans, self._spans_are_of = {}, (owners, list(indices))
         if bucket not in self._spans:
-            self._spans[bucket] = owners.stepped(place, set(indices))
+            self._spans[bucket] = owners.stepped_spans(place, set(indices))
         return self._spans[bucket]
 
     def start(self, buckets: Sequence[int], indices: set[int]) -> None:
@@ -184,7 +184,7 @@ class WholeParams:
         coming = _Coming([index for index in indices if owners.rank_of[index] == collectives.rank])
         if all(map(owners.is_held_by_owner, indices)):
             return coming
-        to, of = owners.sent(indices, collectives.rank), owners.received(indices, collectives.rank)
+        to, of = owners.parts_to_send(indices, collectives.rank), owners.parts_to_receive(indices, collectives.rank)
         held = [reduced(bucket.index, part.start, part.end) for part in itertools.chain(*to)]
         nothing = torch.empty(0, dtype=owners.layout.buffers[bucket.buffer].sum_dtype, device=engine.device)
         coming.sent = torch.cat(held) if held else nothing

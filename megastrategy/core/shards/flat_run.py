@@ -241,7 +241,7 @@ def cut_shards(
         buffer, base = slots[members[0]].buffer, 0
         flat, bits = flats[buffer], None
         # 16-bit weights: the shard is a view of an fp32 copy; others are views of the parameters' own buffer
-        is_apart, keeps_remainder = layout.is_stepped_apart(members[0]), layout.keeps_remainder(members[0])
+        is_apart, keeps_remainder = layout.has_separate_main(members[0]), layout.sends_weight_changes(members[0])
         if is_apart:
             base = owned[members[0]][0]
             weights = flat[base : owned[members[-1]][1]]
@@ -328,7 +328,7 @@ def build_runs(
                 tuple(shards),
                 # the shard's own tensor where it is alone: an optimizer may know it by its identity
                 first.main if len(shards) == 1 else part_of(flat, (first.offset, last.offset + last.numel)),
-                part_of(param_flats[slot.buffer], span) if layout.is_stepped_apart(first.param) else None,
+                part_of(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
                 first.keeps_remainder,
                 first.bits,

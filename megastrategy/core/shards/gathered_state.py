@@ -132,7 +132,7 @@ def gather_main_params(
     else:
         scratch = _Scratch(layout, device)
         for bucket in layout.buckets:
-            members = [i for i in bucket.params if i in params and layout.is_stepped_apart(i)]
+            members = [i for i in bucket.params if i in params and layout.has_separate_main(i)]
             if members:
                 name, dtype = MAIN_PARAM, torch.float32
                 main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))

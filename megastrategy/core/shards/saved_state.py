@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..layout import SIXTEEN_BIT, BufferLayout, ParamSpec
+from ..layout import SIXTEEN_BIT_DTYPES, BufferLayout, ParamSpec
 from .flat_shard import FlatShard
 from .param_shard import ParamShard
 
@@ -24,7 +24,7 @@ def saved_name(layout: BufferLayout, param: int) -> str:
     """The name of a saved main param. Remainders have another than the fp32 values of 16-bit weights: a model with
     other options must not take one for the other."""
     name = layout.params[param].name
-    return name + REMAINDER if layout.keeps_remainder(param) else name
+    return name + REMAINDER if layout.sends_weight_changes(param) else name
 
 
 def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
@@ -34,12 +34,12 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         CheckpointError: if a shape does not fit, before anything is changed.
     """
     for index, spec in enumerate(layout.params):  # of other ranks' shards too, so that all of them raise
-        if layout.is_stepped_apart(index) and (name := saved_name(layout, index)) in main_params:
+        if layout.has_separate_main(index) and (name := saved_name(layout, index)) in main_params:
             _check_shape(main_params[name], "main_param", spec.name, spec.shape)
     parts: list[tuple[ParamShard, Tensor]] = []
     for index, shard in shards.items():
         spec, name = layout.params[index], saved_name(layout, index)
-        if layout.is_stepped_apart(index) and name in main_params:
+        if layout.has_separate_main(index) and name in main_params:
             parts.append((shard, cut_value(main_params[name], spec, shard, "main_param", {"main_param"})))
         elif shard.keeps_remainder or shard.bits is not None:  # of weights that are gone
             parts.append((shard, torch.zeros_like(shard.main, dtype=shard.main_dtype)))
@@ -58,7 +58,7 @@ def main_params_to_come(
     to_come = {}
     for name, value in main_params.items():
         param = params.get(name.removesuffix(REMAINDER))
-        if param is not None and (with_remainders if name.endswith(REMAINDER) else param.dtype in SIXTEEN_BIT):
+        if param is not None and (with_remainders if name.endswith(REMAINDER) else param.dtype in SIXTEEN_BIT_DTYPES):
             _check_shape(value, "main_param", name, tuple(param.shape))
             to_come[name] = value.clone()
     return to_come

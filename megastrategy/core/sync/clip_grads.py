@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..layout import SIXTEEN_BIT
+from ..layout import SIXTEEN_BIT_DTYPES
 
 
 def total_grad_norm(
@@ -49,7 +49,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> T
     norms = [torch.zeros(len(grads) - len(some), dtype=dtype, device=grads[0].device)]
     for kind in dict.fromkeys(grad.dtype for grad in some):
         # Asked for in fp32: a norm in 16 bits would be rounded before it is joined with thousands of others.
-        wider = torch.float32 if kind in SIXTEEN_BIT else None
+        wider = torch.float32 if kind in SIXTEEN_BIT_DTYPES else None
         of_kind = [grad for grad in some if grad.dtype == kind]
         norms.append(torch.stack(list(torch._foreach_norm(of_kind, norm_type, dtype=wider))).to(dtype))
     return torch.cat(norms)

@@ -258,7 +258,7 @@ class LossTokens:
         """Multiplies this rank's gradients of the window."""
         params = self._buffers.params
         counted = (i for i, param in enumerate(params) if param.requires_grad or i not in self._carried)
-        if grads := self._buffers.own_grads(counted):
+        if grads := self._buffers.local_grads(counted):
             torch._foreach_mul_(grads, factor)
 
 

@@ -100,7 +100,7 @@ class ParamGather:
         # Walking the modules takes milliseconds, so only after parameters have joined.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
-        if self._is_scripted or self._buffers.has_readers_elsewhere:
+        if self._is_scripted or self._buffers.has_shared_params:
             self.finish()  # these read parameters unseen
         for bucket in self._handles:
             for param in self._params_of(bucket):
@@ -138,7 +138,7 @@ class ParamGather:
                 for bucket in buckets:
                     self._handles[bucket].wait()
                     self._add_changes(bucket)
-                    self._buffers.show(bucket)
+                    self._buffers.copy_to_shared_params(bucket)
                     # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
                     # loop to read, in its next forward, weights that its own stream has not waited for.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)

@@ -160,7 +160,7 @@ class StagedBackwards(FollowsStages):
             engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
             raise self._accumulates("no step has used those of the last batch")
         # A zero_grad of the module's own belongs before the forward, as others do.
-        engine.grad_buffers.show_again(made)
+        engine.grad_buffers.restore_grads(made)
         self._state, self._num_steps, self._are_left = _State.READY, engine.num_steps, False
         # A device is not read: the host would wait for the whole step there.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
@@ -220,7 +220,7 @@ class StagedReducer(Reducer):
 
     def scale_reduced(self, factor: Tensor) -> None:
         """Multiplies the reduced gradients, as far as this rank has them, by one number."""
-        grads = self.buffers.own_grads(range(len(self._params)))
+        grads = self.buffers.local_grads(range(len(self._params)))
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 

@@ -168,9 +168,9 @@ class Reducer:
         self._accumulators.follow_stream()
         self.backwards.forget()
 
-    def follow_swaps(self) -> None:
+    def update_swapped_params(self) -> None:
         """Watches parameters again inside of which torch has put another tensor since the last forward."""
-        if swapped := self.buffers.follow_swaps():
+        if swapped := self.buffers.update_swapped_params():
             self._hooks.revive([self._params[index] for index in swapped])
             self._accumulators.retake()
 
@@ -218,7 +218,7 @@ class Reducer:
         self._hooks.stay_last()
         if self._phase is BackwardPhase.IDLE:
             self.tokens.on_backward_start()
-            self.buffers.prepare()
+            self.buffers.start_main_grads()
         self._emit(EventKind.BACKWARD_START, 0)
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
@@ -233,7 +233,7 @@ class Reducer:
             if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):  # on the wire
                 self._on_late_grad(index)
                 return
-            self.buffers.adopt(index)
+            self.buffers.adopt_grad(index)
         self.buffers.has_grad[index], self._kept[index] = True, False
         syncs = self._phase is BackwardPhase.SYNCHRONISING
         if syncs and self._planner is not None:
@@ -269,7 +269,7 @@ class Reducer:
 
     def on_backward_end(self) -> BufferLayout | None:
         """Sends what is left, or leaves it to accumulate. Returns as :meth:`finish_grad_sync`."""
-        self.buffers.settle()
+        self.buffers.finish_main_grads()
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             self.tokens.end_another(is_kept=bool(self._unprepared))
@@ -280,7 +280,7 @@ class Reducer:
             self._prepared.end(inside=inside_node())
             self._is_unfinished = True
         else:
-            self.buffers.detach_unused()
+            self.buffers.drop_unused_grads()
             self.tokens.remember(is_final=False)
         wanted = self._end_synchronised() if synced else None
         self._emit(EventKind.BACKWARD_END, int(synced))
@@ -293,7 +293,7 @@ class Reducer:
 
     def _on_late_grad(self, index: int) -> None:
         bucket = self._bucket_of[index]
-        self.buffers.check_late(index)
+        self.buffers.check_late_main_grad(index)
         if not self._agrees():
             raise BucketInFlightError(
                 f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
@@ -360,7 +360,7 @@ class Reducer:
                 except MegastrategyError:
                     if copies is not None:  # whose ranks wait for this one's, and learn of the refusal afterwards
                         copies.agree_on_copies(self._params, list(self.buffers.has_grad))
-                        copies.add_up_copies(self._params, self.buffers.own_bucket_of)
+                        copies.add_up_copies(self._params, self.buffers.local_bucket_of)
                     raise
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
@@ -370,7 +370,7 @@ class Reducer:
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
                 if copies is not None:
-                    copies.add_up_copies(self._params, self.buffers.own_bucket_of)
+                    copies.add_up_copies(self._params, self.buffers.local_bucket_of)
                 if is_final:
                     self.tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
@@ -411,7 +411,7 @@ class Reducer:
         with profiler_range("reduce", bucket):
             self.buffers.seal(bucket)
             if self._config.check_for_nan_in_grad:
-                self.buffers.show(bucket, self._nonfinite)
+                self.buffers.find_nonfinite(bucket, self._nonfinite)
             self._handles.append(self._start_reduction(bucket))
 
     def _start_reduction(self, bucket: int) -> Handle:
@@ -421,7 +421,7 @@ class Reducer:
         for piece in range(self.buffers.num_pieces(bucket)):
             if len(self._in_flight) == self.buffers.max_in_flight:
                 self._wait_for_oldest()
-            pieces.append(self._send(*self.buffers.stage(bucket, piece)))
+            pieces.append(self._send(*self.buffers.piece_to_reduce(bucket, piece)))
             if self.buffers.max_in_flight is not None:
                 self._in_flight.append(pieces[-1])
         return pieces[0] if len(pieces) == 1 else Handles(pieces)
@@ -453,7 +453,7 @@ class Reducer:
             self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
             if publish:
                 for index in self._late.intersection(self.layout.buckets[bucket].params):
-                    self._late_grads[index] = self.buffers.take(index)
+                    self._late_grads[index] = self.buffers.pop_late_grad(index)
                 self.buffers.publish(bucket)
         for handle in pieces:  # of a bucket that did not get as far as having a handle
             handle.wait()
@@ -484,7 +484,7 @@ class Reducer:
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view
             late = {index: part_of(self.buffers.late_grad(index)) for index in self._late}
-            self._nonfinite.look_at_grads(late, self.layout)
+            self._nonfinite.check_grads(late, self.layout)
         agreement = Agreement(
             used=list(has_grad),
             late=[bucket.index in late_buckets for bucket in self.layout.buckets],

@@ -30,9 +30,9 @@ from ...core import (
     DistributedDataParallelConfig,
     Event,
     EventKind,
+    combine_listeners,
     may_see_shards,
     memory_use,
-    one_listener,
 )
 from ..profiling import run_target
 from ..timeline import BEGINS_STEP, completes_step
@@ -151,7 +151,7 @@ class OneStep:
                 self._hear(number, event)
 
             given = kwargs.pop("listener", None)
-            init(model, *args, listener=one_listener([listen] if given is None else [given, listen]), **kwargs)
+            init(model, *args, listener=combine_listeners([listen] if given is None else [given, listen]), **kwargs)
             self._layouts[number] = model.layout
             if model.layout.dp_size != self._dp_size:
                 self.shares_models = True

@@ -135,7 +135,7 @@ def test_a_piece_is_staged_in_as_many_operations_whatever_number_of_parameters_i
                 param.grad = torch.full_like(param, place) if place != 1 else None  # a gap, and one between any two
             buffers.seal(0)
             with Operations() as operations:
-                staged, _ = buffers.stage(0, 0)
+                staged, _ = buffers.piece_to_reduce(0, 0)
             counts.append(operations.total)
             assert staged.sum() == 15 * (sum(range(number)) - 1)
             model.close()

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
+from megastrategy.core.collectives.gloo_references import GlooReferences
 from megastrategy.core.collectives.gloo_rings import SEGMENT_BYTES, GlooRings
-from megastrategy.core.collectives.lent_tensors import LentTensors
 from megastrategy.core.errors import CollectiveError
 from tests.support.budgets import Operations
 from tests.support.doubles import FailingCollectives
@@ -308,7 +308,7 @@ def test_a_scale_of_one_is_no_pass_over_memory() -> None:
     """``full_grad`` sums so, and whoever averages elsewhere."""
 
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives, rings = BackendCollectives(group), GlooRings(group, {}, LentTensors())
+        collectives, rings = BackendCollectives(group), GlooRings(group, {}, GlooReferences())
         for scale_sum in (False, True):
             with Operations() as operations:
                 collectives.all_reduce(torch.ones(4), 1.0, scale_sum=scale_sum).wait()

@@ -136,9 +136,9 @@ def hosts_of_a_world_without_gloo(failing_rank: int) -> tuple[str, int]:
         except CollectiveError as error:
             return str(error), len(dist.distributed_c10d._world.pg_map) - before
     assert collectives.max_of_bytes([rank, 3]) == [1, 3]
-    assert collectives.roll_call is not None, "ranks can meet"
+    assert collectives.rank_check is not None, "ranks can meet"
     timeout = dist.group.WORLD._get_backend(CPU).options._timeout  # type: ignore[union-attr]
-    assert collectives.roll_call.timeout == timeout
+    assert collectives.rank_check.timeout == timeout
     collectives.close()
     assert collectives.group._get_backend(CPU).options._timeout == timeout
     process_groups.destroy_group(collectives.group)

@@ -17,7 +17,7 @@ from megastrategy.core import memory_use
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.collectives.part_exchange import PartExchange
 from megastrategy.core.collectives.part_sums import add_parts_
-from megastrategy.core.layout.layout import RECEIVED_BUFFERS
+from megastrategy.core.layout.layout import NUM_RECEIVE_BUFFERS
 from megastrategy.core.layout.memory import describe_setup
 from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks
@@ -128,7 +128,7 @@ class Watching(BackendCollectives):
     def _all_to_all(self, received: Tensor, tensor: Tensor) -> Any:
         storage = received.untyped_storage()
         self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._wait_until_alive(RECEIVED_BUFFERS)
+        self._wait_until_alive(NUM_RECEIVE_BUFFERS)
         self.most_nbytes = max(self.most_nbytes, sum(nbytes for _, nbytes in self._alive.values()))
         return super()._all_to_all(received, tensor)
 
@@ -168,8 +168,8 @@ def test_a_backward_holds_what_the_table_says(size: int, options: dict[str, Any]
             use = memory_use(model.layout, rank, 2)
             line = f"{use.received_bytes / 2**20:,.2f} MiB for gradients that other ranks send"
             assert use.received_bytes > 2**14, "and not 0.00"
-            text = describe_setup(model.layout, rank, True, 2, receives_apart=collectives.receives_apart)
-            assert (line in text) == collectives.receives_apart
+            text = describe_setup(model.layout, rank, True, 2, has_receive_buffers=collectives.has_receive_buffers)
+            assert (line in text) == collectives.has_receive_buffers
             if isinstance(collectives, Watching):
                 # Two, and neither has to be as large as the largest.
                 assert use.received_bytes / 2 < collectives.most_nbytes <= use.received_bytes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.layout.recurrent_weights import weight_chunks
+from megastrategy.core.layout.recurrent_weights import find_weight_chunks
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks
 
@@ -271,7 +271,7 @@ def test_only_chunks_of_recurrent_layers_are_kept() -> None:
     def found(**options: Any) -> set[str]:
         names = {id(param): name for name, param in module.named_parameters()}
         chosen = DistributedDataParallelConfig(**options) if options else config
-        return {names[key] for key in weight_chunks(module, module.parameters(), chosen)}
+        return {names[key] for key in find_weight_chunks(module, module.parameters(), chosen)}
 
     assert found() == set(), "memory of their own, as on the host"
     Offsets(module.layer)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.collectives.roll_call import RollCall
+from megastrategy.core.collectives.rank_check import RankCheck
 from megastrategy.core.errors import NotOnAllRanksError, OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
@@ -398,7 +398,7 @@ def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
         module = two_layers()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
         optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
-        model.engine.collectives.roll_call = RollCall(group.get_group_store(), rank, 2, timedelta(seconds=1))
+        model.engine.collectives.rank_check = RankCheck(group.get_group_store(), rank, 2, timedelta(seconds=1))
         if rank == 0:
             with pytest.raises(NotOnAllRanksError, match=r"shrink\(\) of a sharded Methods"):
                 optimizer.shrink(0.5)

@@ -64,11 +64,11 @@ def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set
     owners = Owners(layout, {}).extended_by(whole)
     assert owners.rank_of.keys() == whole
     numels = [layout.params[param].numel for param in whole]
-    assert sum(owners.loads()) == sum(numels)
-    assert max(owners.loads()) <= sum(numels) / layout.num_shards + max(numels, default=0)
+    assert sum(owners.owned_numels()) == sum(numels)
+    assert max(owners.owned_numels()) <= sum(numels) / layout.num_shards + max(numels, default=0)
     for bucket in layout.buckets:
         stepped = [0] * bucket.numel
-        for rank, spans in enumerate(owners.stepped(bucket, bucket.params)):
+        for rank, spans in enumerate(owners.stepped_spans(bucket, bucket.params)):
             for start, end in spans:
                 for element in range(start, end):
                     assert stepped[element] == 0, "two ranks step it"
@@ -81,8 +81,8 @@ def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set
                 assert ranks == {owners.rank_of[param] + 1}
         here = [param for param in bucket.params if param in whole]
         for rank in range(layout.num_shards):
-            for other, parts in enumerate(owners.received(here, rank)):
-                assert parts == owners.sent(here, other)[rank], "what one rank sends the other expects"
+            for other, parts in enumerate(owners.parts_to_receive(here, rank)):
+                assert parts == owners.parts_to_send(here, other)[rank], "what one rank sends the other expects"
                 assert not parts or other != rank
         for param in here:
             held = [part for _, part in owners.holders(param)]
@@ -115,7 +115,7 @@ def test_what_is_larger_than_a_ranks_part_has_an_owner_of_its_own(size: int, emb
     rest = sum(spec.numel for spec in specs[1:])
     assert specs[0].numel > (specs[0].numel + rest) / size
     owners = Owners(layout, {}).extended_by(range(len(specs)))
-    loads = owners.loads()
+    loads = owners.owned_numels()
     assert loads.pop(owners.rank_of[0]) == specs[0].numel
     assert max(loads) - min(loads) <= 16 * 8, "the others share the rest"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives import BackendCollectives, GlooCollectives, HostStagedCollectives
+from megastrategy.core.collectives import BackendCollectives, GlooCollectives, ViaHostCollectives
 from megastrategy.core.collectives.instanced import BackendInstanceCollectives
 from megastrategy.core.trials.isolation import seed
 from tests.support.lazy_device import Event, LazyDevice, Stream
@@ -70,7 +70,7 @@ def test_the_thread_that_stages_asks_events_on_the_streams_device() -> None:
     device.Event = Asked
 
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = HostStagedCollectives(GlooCollectives(group), torch.device("cpu"), device)
+        collectives = ViaHostCollectives(GlooCollectives(group), torch.device("cpu"), device)
         collectives.all_reduce(torch.ones(3), 1.0).wait()
         assert asked
         assert all(stream is collectives._stream for stream in asked)

@@ -174,9 +174,9 @@ class Watched:
         config = self.row.config
         if not config.use_distributed_optimizer:
             return "all_reduce"
-        sums_apart = config.grad_buffer == "pooled" or config.reduce_scatter_with_fp32_accumulation
-        sums_apart |= self.row.rounds_grads
-        return "reduce_scatter_into" if sums_apart else "reduce_scatter"
+        has_separate_sums = config.grad_buffer == "pooled" or config.reduce_scatter_with_fp32_accumulation
+        has_separate_sums |= self.row.rounds_grads
+        return "reduce_scatter_into" if has_separate_sums else "reduce_scatter"
 
     def check_overlap(self, events: list[EventKind]) -> None:
         """The first reduction starts before the last gradient is there; if no bucket waits for a gradient that does not

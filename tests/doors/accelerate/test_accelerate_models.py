@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
-from megastrategy.core import SHOWN
+from megastrategy.core import DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
 from ..accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
@@ -119,7 +119,7 @@ def call_torch_ddps_own() -> list[str]:
         if inspect.isfunction(value) and not name.startswith("__") and not hasattr(nn.Module, name):
             own = ("no_sync", "forward", "_set_static_graph", "will_sync_module_buffers", "_get_ddp_logging_data")
             engines = getattr(type(model), name) is not value and name in own
-            if not engines and name not in SHOWN:
+            if not engines and name not in DDP_ATTRIBUTES:
                 with pytest.raises(NotImplementedError, match=rf"{name}\(\) belongs to torch DDP"):
                     getattr(model, name)()
                 refused.append(name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.core.torch_ddp_surface import NOT_USED, OF_TORCHS_REDUCER, SHOWN
+from megastrategy.core.torch_ddp_surface import DDP_ATTRIBUTES, REDUCER_ATTRIBUTES, UNUSED_DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
 from ..accelerate_comparison import both_modes, inputs, net_of, with_mode
@@ -35,7 +35,7 @@ def names_of_torchs() -> set[str]:
 
 def test_every_attribute_of_torchs_has_an_answer(worlds: Worlds) -> None:
     """A new one in a new torch is seen here."""
-    known = THE_ENGINES_OWN | set(SHOWN) | set(NOT_USED) | set(OF_TORCHS_REDUCER)
+    known = THE_ENGINES_OWN | set(DDP_ATTRIBUTES) | set(UNUSED_DDP_ATTRIBUTES) | set(REDUCER_ATTRIBUTES)
     for names in worlds.run(names_of_torchs):
         assert names <= known
         assert len(names) > 30
@@ -105,7 +105,7 @@ def ask_and_set() -> None:
     assert (model.dim, named.dim) == (0, 512), "what torch's does not tell is the module's"
     assert named.logger == "its own"
     assert named.find_unused_parameters is True
-    for name in OF_TORCHS_REDUCER:
+    for name in REDUCER_ATTRIBUTES:
         assert not hasattr(model, name)
         with pytest.raises(AttributeError, match=f"{name} belongs to torch DDP's reducer"):
             getattr(model, name)

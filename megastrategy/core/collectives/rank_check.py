@@ -31,11 +31,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import NotOnAllRanksError
 
-PATIENCE = timedelta(seconds=60)
+MISSING_RANK_TIMEOUT = timedelta(seconds=60)
 """The time that rank 0 waits for the others, which have no reason to be late. They wait for it as long as for a
 collective, since it may be evaluating."""
 
-GRACE_S = 1.0
+ASK_AFTER_S = 1.0
 """The time that rank 0 waits before it asks the others where they are: most often they are about to come."""
 
 CALL_ON_EVERY_RANK = (
@@ -49,7 +49,7 @@ _FOREVER = timedelta(days=30)  # a store's wait has to be given some end
 _POLL_S = 0.01  # between two looks of a main thread that waits
 _LOOK_S = 0.05  # of an attendant, which looks beside a training that goes on
 _PROBE_S = 0.5  # a probe is a message that nobody receives, and gloo keeps each
-_ROOT = "megastrategy/roll"
+_ROOT = "megastrategy/rank_check"
 _COMPLETE = "complete"
 _ENDED = "rank(s) {} have ended: if with an error, look at that one first"
 
@@ -75,16 +75,16 @@ class Progress:
         self.num_started += 1
         self.last_started.append(what)
 
-    def enter(self, barrier: str) -> None:
+    def enter_barrier(self, barrier: str) -> None:
         """A barrier of a door's is entered, which all ranks enter."""
         self.barrier = barrier
         self.num_barriers += 1
 
     def counts(self) -> dict[str, Any]:
-        """The counts that :meth:`beyond` compares."""
+        """The counts that :meth:`place_if_past` compares."""
         return {"num_started": self.num_started, "num_barriers": self.num_barriers, "calls": self.calls}
 
-    def beyond(self, other: dict[str, Any]) -> str:
+    def place_if_past(self, other: dict[str, Any]) -> str:
         """Says where this rank is, if certainly past the place of the other; else empty. See [Note: evidence]."""
         # Strictly more: an equal count is the very place, and a smaller one a rank that is still to come.
         if self.num_started > other["num_started"]:
@@ -96,7 +96,7 @@ class Progress:
         return f"in {calls}" if calls not in ("", other["calls"]) else ""
 
 
-class Attendant:
+class Responder:
     """A thread that answers rank 0 for a rank whose main thread is elsewhere.
 
     It sleeps in the store's own ``wait``, on a connection of its own, and costs nothing until rank 0 asks. A daemon.
@@ -158,14 +158,14 @@ class Attendant:
         key, store = request["key"], self._own_store
         # This rank's own mark, or the outcome: either ends the question.
         while not self._stops and not any(store.check([f"{key}/{end}"]) for end in (self._rank, "outcome")):
-            if where := self._progress.beyond(request):
+            if where := self._progress.place_if_past(request):
                 # Never over an outcome that stands: ranks that have read it are inside already.
                 store.compare_set(f"{key}/outcome", "", f"rank {self._rank} is elsewhere, {where}")
                 return
             time.sleep(_LOOK_S)
 
 
-class RollCall:
+class RankCheck:
     """The roll calls of one rank; all ranks of a group have one each.
 
     Args:
@@ -174,43 +174,43 @@ class RollCall:
 
     Attributes:
         progress: see :class:`Progress`; the owner counts collectives in it.
-        num_attended: how often :meth:`attend` was called.
+        num_optimizers: how often :meth:`start_responder` was called.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Only rank 0 is impatient: the others may rightly come early, while it evaluates.
-        self.patience = min(PATIENCE, timeout) if rank == 0 else timeout
+        self.patience = min(MISSING_RANK_TIMEOUT, timeout) if rank == 0 else timeout
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.progress = Progress()
         self._place = -1  # of the last meeting, in the count of collectives
         self._counts: dict[str, int] = {}  # of meetings at that place, by name
         self._num_asked = [0] * size
-        self.num_attended = 0
-        self._attendant: Attendant | None = None
+        self.num_optimizers = 0
+        self._responder: Responder | None = None
         self._num_answered = 0
 
-    def attend(self) -> None:
-        """Has a thread say where this rank is, for rank 0, whatever its main thread does; see :class:`Attendant`."""
-        self.num_attended += 1
-        self.resume()
+    def start_responder(self) -> None:
+        """Has a thread say where this rank is, for rank 0, whatever its main thread does; see :class:`Responder`."""
+        self.num_optimizers += 1
+        self.restart_responder()
 
-    def resume(self) -> None:
+    def restart_responder(self) -> None:
         """The attendant comes back if it was dismissed."""
         # Rank 0 asks and is never asked.
-        if self._attendant is None and self.num_attended and self.rank != 0:
-            self._attendant = Attendant(self.store, self.rank, self.progress, self._num_answered)
-            self._finalizer = weakref.finalize(self, Attendant.stop, self._attendant)
+        if self._responder is None and self.num_optimizers and self.rank != 0:
+            self._responder = Responder(self.store, self.rank, self.progress, self._num_answered)
+            self._finalizer = weakref.finalize(self, Responder.stop, self._responder)
 
-    def dismiss(self) -> None:
+    def stop_responder(self) -> None:
         """Ends the attendant's thread. May be called again."""
-        if self._attendant is not None:
+        if self._responder is not None:
             # Else the finalizer would keep the attendant, and stop a thread that has stopped.
             self._finalizer.detach()
-            self._attendant.stop()
+            self._responder.stop()
             # The count goes on with the next attendant: rank 0 numbers its requests through, dismissed or not.
-            self._num_answered, self._attendant = self._attendant.number, None
+            self._num_answered, self._responder = self._responder.number, None
 
-    def meet(self, what: str, probe: Callable[[int], object], remedy: str = CALL_ON_EVERY_RANK) -> None:
+    def wait_for_all(self, what: str, probe: Callable[[int], object], remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks have called this with the same ``what``.
 
         Args:
@@ -244,7 +244,7 @@ class RollCall:
         number, self._num_asked[rank] = self._num_asked[rank], self._num_asked[rank] + 1
         self.store.set(f"{_ROOT}/ask/{rank}/{number}", pickle.dumps(request))  # type: ignore[arg-type] # takes bytes
 
-    def say_where(self, where: str, collective: int) -> None:
+    def report_waiting(self, where: str, collective: int) -> None:
         """Tells a rank that calls, and has not started rank 0's ``collective``-th collective (from 1), that it waits in
         vain. Called by rank 0 now and then while it waits in that one."""
         if self.rank != 0 or not self.store.check([f"{_ROOT}/caller"]):
@@ -275,17 +275,17 @@ class RollCall:
         # Marked before anything is waited for: rank 0 counts these marks.
         store.set(f"{key}/{self.rank}", what)
         if self.rank == 0:
-            found = self._call_the_roll(key, deadline, probe)
+            found = self._wait_for_other_ranks(key, deadline, probe)
         else:
             store.set(f"{_ROOT}/caller", pickle.dumps((key, self.progress.num_started)))  # type: ignore[arg-type]
             found = self._wait_for_rank_zero(outcome, probe, deadline)
         # The first outcome written holds for all ranks: two that time out at once must not report different ones.
         return found if not found else store.compare_set(outcome, "", found).decode()
 
-    def _call_the_roll(self, key: str, deadline: float, probe: Callable[[int], object]) -> str:
+    def _wait_for_other_ranks(self, key: str, deadline: float, probe: Callable[[int], object]) -> str:
         """Waits for all ranks, on rank 0, and returns the outcome that it proposes."""
         store = self.store
-        ask_at, next_probe = time.monotonic() + GRACE_S, time.monotonic() + _PROBE_S
+        ask_at, next_probe = time.monotonic() + ASK_AFTER_S, time.monotonic() + _PROBE_S
         has_asked = False
         while missing := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
             if store.check([f"{key}/outcome"]):

@@ -141,12 +141,12 @@ def call_for_two_optimizers() -> bool:
 def wait_for_rank_zero() -> bool:
     """Rank 1 calls alone while rank 0 is in a barrier of the user's: patience ends."""
     training = Training()
-    roll_call = training.model.engine.collectives.roll_call
-    assert roll_call is not None
-    assert dist.get_rank() != 0 or roll_call.patience == timedelta(seconds=60)
-    assert dist.get_rank() == 0 or roll_call.patience > timedelta(seconds=50), "rank 0 may evaluate alone"
+    rank_check = training.model.engine.collectives.rank_check
+    assert rank_check is not None
+    assert dist.get_rank() != 0 or rank_check.patience == timedelta(seconds=60)
+    assert dist.get_rank() == 0 or rank_check.patience > timedelta(seconds=50), "rank 0 may evaluate alone"
     if dist.get_rank() == 1:
-        roll_call.patience = timedelta(seconds=1)
+        rank_check.patience = timedelta(seconds=1)
         with pytest.raises(NotOnAllRanksError, match=r"rank\(s\) \[0\] did not call it within 1 s"):
             training.optimizer.state_dict()
     dist.barrier()

@@ -8,7 +8,7 @@ import weakref
 from torch import Tensor
 
 
-class LentTensors:
+class GlooReferences:
     """Views of the tensors that gloo was given, until it has let go of them. For one thread to lend, any to wait.
 
     [Note: gloo lets go after it is done]
@@ -26,14 +26,14 @@ class LentTensors:
     def __init__(self) -> None:
         self._views: list[weakref.ref[Tensor]] = []
 
-    def lend(self, tensor: Tensor) -> Tensor:
+    def view_for_gloo(self, tensor: Tensor) -> Tensor:
         """A view of the same memory, to be passed to gloo and not kept."""
         view = tensor.detach()
         self._views = [known for known in self._views if known() is not None]
         self._views.append(weakref.ref(view))
         return view
 
-    def wait_until_returned(self, timeout_s: float) -> bool:
+    def wait_until_released(self, timeout_s: float) -> bool:
         """Returns when gloo has nothing any more, and whether that is so."""
         deadline = time.monotonic() + timeout_s
         while any(view() is not None for view in self._views):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import Collectives, GlooCollectives, Handle
-from megastrategy.core.collectives.lent_tensors import LentTensors
+from megastrategy.core.collectives.gloo_references import GlooReferences
 from tests.support.patience import HANG_S
 from tests.support.ranks import run_ranks, with_instances
 
@@ -30,15 +30,15 @@ OPERATIONS: dict[str, tuple[Callable[[Collectives], Handle], int]] = {
 }
 
 
-class HeldTensors(LentTensors):
+class HeldTensors(GlooReferences):
     """In place of a thread of gloo's that is late to let go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[Tensor] = []
 
-    def lend(self, tensor: Tensor) -> Tensor:
-        self.held.append(super().lend(tensor))
+    def view_for_gloo(self, tensor: Tensor) -> Tensor:
+        self.held.append(super().view_for_gloo(tensor))
         return self.held[-1]
 
 
@@ -50,17 +50,17 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
         assert isinstance(collectives, GlooCollectives)
         instance = collectives.instances[2]
         assert isinstance(instance, GlooCollectives)
-        lent = HeldTensors()
+        references = HeldTensors()
         for lender in (collectives, collectives._rings, instance, instance._rings):
-            lender._lent = lent
+            lender._gloo_references = references
         start, num_lent = OPERATIONS[operation]
         start(collectives).wait()
-        assert len(lent.held) == num_lent
+        assert len(references.held) == num_lent
         events: list[str] = []
 
         def let_go() -> None:
             events.append("let go")
-            lent.held.clear()
+            references.held.clear()
 
         timer = threading.Timer(0.3, let_go)
         timer.start()
@@ -73,13 +73,13 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
 
 
 def test_waiting_for_what_never_comes_back_is_bounded() -> None:
-    lent, tensor = LentTensors(), torch.zeros(2)
-    kept = lent.lend(tensor)
+    references, tensor = GlooReferences(), torch.zeros(2)
+    kept = references.view_for_gloo(tensor)
     kept += 1
     assert tensor.tolist() == [1, 1], "it is the same memory"
-    assert not lent.wait_until_returned(0.05)
+    assert not references.wait_until_released(0.05)
     del kept
-    assert lent.wait_until_returned(0.0)
+    assert references.wait_until_released(0.0)
 
 
 SCRIPT = """

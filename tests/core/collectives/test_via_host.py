@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.collectives import Collectives, GlooCollectives, HostStagedCollectives, make_collectives
+from megastrategy.core.collectives import Collectives, GlooCollectives, ViaHostCollectives, make_collectives
 from megastrategy.core.errors import CollectiveError
 from tests.support.lazy_device import Event, LazyDevice
 from tests.support.ranks import run_ranks, try_ranks, with_instances
@@ -24,12 +24,12 @@ def values(rank: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def staged(real: Collectives, device: LazyDevice | None = None) -> HostStagedCollectives:
+def staged(real: Collectives, device: LazyDevice | None = None) -> ViaHostCollectives:
     """With the instances that were made by hand."""
     device = device or LazyDevice()
-    collectives = HostStagedCollectives(real, CPU, device)
+    collectives = ViaHostCollectives(real, CPU, device)
     for size, instance in real.instances.items():
-        collectives.instances[size] = HostStagedCollectives(instance, CPU, device, staging=collectives)
+        collectives.instances[size] = ViaHostCollectives(instance, CPU, device, staging=collectives)
     return collectives
 
 
@@ -83,7 +83,7 @@ def test_what_is_on_the_host_already_takes_no_way_over_the_device() -> None:
     """Bytes that ranks agree on: the device has work that never ends."""
 
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = HostStagedCollectives(GlooCollectives(group), torch.device("cuda"), LazyDevice(lazy_caller=True))
+        collectives = ViaHostCollectives(GlooCollectives(group), torch.device("cuda"), LazyDevice(lazy_caller=True))
         assert collectives.all_gather_bytes(b"x" * rank) == [b"", b"x"]
         assert collectives.max_of_bytes([rank, 1 - rank, 0]) == [1, 1, 0]
         collectives.close()
@@ -133,7 +133,7 @@ def test_training_has_the_same_bits(options: dict[str, Any]) -> None:
 
     def train(rank: int, group: ProcessGroup) -> Any:
         training = start_ours(run, rank, group, config, staged)
-        assert isinstance(training.model.engine.shard_collectives, HostStagedCollectives)
+        assert isinstance(training.model.engine.shard_collectives, ViaHostCollectives)
         for step in range(run.steps):
             training.step(step)
         return training.finish()
@@ -168,7 +168,7 @@ def test_they_are_taken_for_gloo_on_an_accelerator_and_for_nothing_else() -> Non
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.GLOO, backend)
         assert isinstance(make_collectives(group, CPU), GlooCollectives)
         made = make_collectives(group, torch.device("cuda"))
-        assert isinstance(made, HostStagedCollectives)
+        assert isinstance(made, ViaHostCollectives)
         assert isinstance(made.real, GlooCollectives)
 
     run_ranks(2, run)

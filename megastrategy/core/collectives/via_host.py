@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import devices
 from ..layout import Spans
 from .interface import Collectives, Handle, Watchdog
-from .roll_call import CALL_ON_EVERY_RANK
+from .rank_check import CALL_ON_EVERY_RANK
 from .worker import Worker
 
 _POLL_S = 5e-5
@@ -35,7 +35,7 @@ _POLL_S = 5e-5
 _ALL = slice(None)
 
 
-class HostStagedCollectives(Collectives):
+class ViaHostCollectives(Collectives):
     """See [Note: staging].
 
     Args:
@@ -50,9 +50,9 @@ class HostStagedCollectives(Collectives):
         real: Collectives,
         device: torch.device,
         streams: Any = None,
-        staging: HostStagedCollectives | None = None,
+        staging: ViaHostCollectives | None = None,
     ) -> None:
-        super().__init__(real.group, real.roll_call)
+        super().__init__(real.group, real.rank_check)
         self.real, self.progress = real, real.progress
         self.device, self.streams = device, streams or torch.get_device_module(device)
         self._staging = staging
@@ -125,7 +125,7 @@ class HostStagedCollectives(Collectives):
         self.real.close()
 
     @property
-    def _owner(self) -> HostStagedCollectives:
+    def _owner(self) -> ViaHostCollectives:
         return self._staging or self
 
     def _own(self, tensor: Tensor) -> slice:
@@ -154,12 +154,12 @@ class HostStagedCollectives(Collectives):
         tensors = [tensor for tensor, _, _ in staged]
         # What ranks agree on is on the host already. In the thread too: it must not overtake what was started before.
         if all(tensor.device.type == "cpu" != self.device.type for tensor in tensors):
-            return _StagedHandle(owner._submit(lambda: run(*tensors).wait()))
+            return _ViaHostHandle(owner._submit(lambda: run(*tensors).wait()))
         ready, done = self.streams.Event(), self.streams.Event()
         # In the caller's thread, whose stream has just written what is sent.
         ready.record(self.streams.current_stream(self.device))
         future = owner._submit(lambda: owner._carry_out(run, staged, ready, done))
-        return _StagedHandle(future, lambda: done.wait(self.streams.current_stream(self.device)))
+        return _ViaHostHandle(future, lambda: done.wait(self.streams.current_stream(self.device)))
 
     def _carry_out(
         self, run: Callable[..., Handle], staged: Sequence[tuple[Tensor, slice, slice]], ready: Any, done: Any
@@ -194,12 +194,12 @@ class HostStagedCollectives(Collectives):
         return self._memory[place][:nbytes].view(tensor.dtype)
 
 
-class _StagedHandle(Handle):
+class _ViaHostHandle(Handle):
     def __init__(self, future: Future[tuple[int, int]], then: Callable[[], object] = lambda: None) -> None:
         self._future, self._then = future, then
 
     def wait(self) -> None:
-        # No glance at other ranks here: the host's collective takes them in the thread, and what it raises comes out.
+        # No check of the peers here: the host's collective makes it in the thread, and its error is raised here.
         self.ran_ns = self._future.result()
         # By every stream that waits: a reader on another one must not see what has not arrived.
         self._then()

@@ -11,16 +11,16 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
-from megastrategy.core.collectives.roll_call import RollCall
+from megastrategy.core.collectives.rank_check import RankCheck
 from megastrategy.core.errors import CollectiveError, NotOnAllRanksError
 from tests.support.ranks import run_ranks, with_instances
 
 TIMEOUT_S = 30.0
 
 
-def roll_call(group: ProcessGroup) -> RollCall:
+def rank_check(group: ProcessGroup) -> RankCheck:
     store = PrefixStore("roll", group.get_group_store())
-    return RollCall(store, group.rank(), group.size(), timedelta(seconds=TIMEOUT_S))
+    return RankCheck(store, group.rank(), group.size(), timedelta(seconds=TIMEOUT_S))
 
 
 def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> None:
@@ -28,7 +28,7 @@ def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> Non
     is_over = threading.Event()
 
     def run(rank: int, group: ProcessGroup) -> float:
-        collectives = GlooCollectives(group, roll_call(group))
+        collectives = GlooCollectives(group, rank_check(group))
         start = time.monotonic()
         if rank == 0:
             collectives.watchdog = lambda what, number: f"{what} {number} will not end"
@@ -50,7 +50,7 @@ def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> Non
 
 def test_who_calls_elsewhere_meanwhile_is_told_where_rank_zero_waits() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = GlooCollectives(group, roll_call(group))
+        collectives = GlooCollectives(group, rank_check(group))
         if rank == 1:
             with pytest.raises(NotOnAllRanksError, match="rank 0 is elsewhere, waiting in all-reduce"):
                 collectives.require_all_ranks("main_params()")
@@ -72,9 +72,9 @@ def test_what_an_instance_starts_is_evidence_that_a_rank_has_gone_on(kind: type[
 
     def run(rank: int, group: ProcessGroup) -> float:
         every = with_instances(group, 2, kind)  # type: ignore[arg-type]
-        every.roll_call = calls = roll_call(group)
+        every.rank_check = calls = rank_check(group)
         every.progress = calls.progress
-        calls.attend()
+        calls.start_responder()
         inside = every.instances[2]
         start = time.monotonic()
         if rank == 0:
@@ -97,6 +97,6 @@ def test_a_rank_goes_on_when_the_process_of_the_store_has_just_ended() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=1.0))
     del host
-    calls = RollCall(PrefixStore("roll", store), 1, 2, timedelta(seconds=TIMEOUT_S))
-    calls.attend()
-    calls.dismiss()
+    calls = RankCheck(PrefixStore("roll", store), 1, 2, timedelta(seconds=TIMEOUT_S))
+    calls.start_responder()
+    calls.stop_responder()
