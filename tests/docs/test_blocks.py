@@ -40,12 +40,14 @@ def run(command: list[str], cwd: Path) -> str:
 LAUNCHERS = {
     "lightning.md": [],
     "plain_loop.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "experts.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "tensor_parallel.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "pipelines.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 PRINTED = {
     "lightning.md": ("megatron_ddp on 2 rank(s)", 2),  # two fits, printed by rank 0 alone
     "plain_loop.md": ("state of 4 parameters", 1),
+    "experts.md": ("2 of 4 experts on this rank, state of 7 parameters", 1),
     "tensor_parallel.md": ("state of 4 parameters", 1),
     "pipelines.md": ("state of 6 parameters", 1),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -153,19 +153,20 @@ def test_a_microbatch_of_a_pipeline_that_is_not_counted_beside_others_that_are(s
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of a sequence on all ranks; their gradients come back to the ranks that have them."""
+    """The parts of a sequence on all ranks of a group; their gradients come back to the ranks that have them."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part.contiguous())
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         total = grads[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total.chunk(dist.get_world_size())[dist.get_rank()]
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class Attention(nn.Module):
@@ -186,9 +187,9 @@ class Attention(nn.Module):
         return logits
 
 
-def sequence(number: int, size: int) -> tuple[Tensor, Tensor]:
-    """Four places a rank; the first rank has one label, the last has none in number 1."""
-    generator = torch.Generator().manual_seed(number)
+def sequence(number: int, dp_rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Four places on each of ``size`` ranks; the first rank has one label, the last has none in number 1."""
+    generator = torch.Generator().manual_seed(number + 100 * dp_rank)
     ids, labels = torch.randint(11, (2, 4 * size), generator=generator)
     labels[1:4] = IGNORED
     if number == 1 and size > 1:
@@ -196,16 +197,20 @@ def sequence(number: int, size: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def train_on_parts(options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
-    module, size, rank = Attention(), dist.get_world_size(), dist.get_rank()
+def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+    dp_rank, cp_rank, sequence_group = mesh.get_local_rank("dp"), mesh.get_local_rank("cp"), mesh.get_group("cp")
+    module = Attention()
+    # The default group: data-parallel times context ranks.
     model = DistributedDataParallel(module, DistributedDataParallelConfig(**{"bucket_size": 90, **options}))
     optimizer = DistributedOptimizer(adamw(model.parameters()), model)
     for step in range(STEPS):
         optimizer.zero_grad()
         for microbatch in range(accumulate):
-            ids, labels = (both.chunk(size)[rank] for both in sequence(step * accumulate + microbatch, size))
+            ids, labels = (both.chunk(cp)[cp_rank] for both in sequence(step * accumulate + microbatch, dp_rank, cp))
             with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
-                loss, num_tokens = mean_loss(model(ids, _Gathered.apply), labels)
+                logits = model(ids, lambda part: _Gathered.apply(part, sequence_group))
+                loss, num_tokens = mean_loss(logits, labels)
                 # A rank without labels has gradients of the others', and the mean over nothing is no part of those.
                 model.weigh_by_tokens(loss, num_tokens).backward()
         optimizer.clip_grad_norm_(0.1)
@@ -216,20 +221,23 @@ def train_on_parts(options: dict[str, Any], accumulate: int) -> dict[str, Tensor
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_parts_of_a_sequence_train_as_the_whole_of_it(size: int, accumulate: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (1, 2), (1, 3), (2, 2)])
+def test_parts_of_a_sequence_train_as_the_whole_of_it(
+    dp: int, cp: int, accumulate: int, options: dict[str, Any]
+) -> None:
     """Each rank counts its own labels: gradients of its loss that come to other ranks have the weight of its loss."""
     module = Attention()
     optimizer = adamw(module.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        sequences = [sequence(step * accumulate + microbatch, size) for microbatch in range(accumulate)]
+        numbers = range(step * accumulate, (step + 1) * accumulate)
+        sequences = [sequence(number, dp_rank, cp) for number in numbers for dp_rank in range(dp)]
         total = sum(int((labels != IGNORED).sum()) for _, labels in sequences)
         for ids, labels in sequences:
             each = functional.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum")
             (each / total).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-    for weights in run_processes(size, train_on_parts, options, accumulate):
+    for weights in run_processes(dp * cp, train_on_parts, dp, cp, options, accumulate):
         for name, value in module.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
