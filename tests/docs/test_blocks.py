@@ -132,6 +132,7 @@ def test_no_block_is_left_out() -> None:
         "lightning.md": 1,
         "plain_loop.md": 1,
         "tensor_parallel.md": 1,
+        "experts.md": 1,
         "pipelines.md": 1,
         "gradients.md": 3,
         "failures.md": 2,
