@@ -62,7 +62,9 @@ test: lint  ## lint, types and the suite, sampled where a test has many cases: b
 ENGINE := tests/core --ignore tests/core/checkpoint
 DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabric/test_fabric.py \
   tests/doors/fabric/test_fabric_precision.py tests/doors/accelerate/test_accelerate.py
-nightly: lint  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
+nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	@rm -rf megastrategy.egg-info
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \

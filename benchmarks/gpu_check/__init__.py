@@ -1,5 +1,5 @@
-"""The acceptance test of a machine with GPUs, ``python -m benchmarks.gpu_check``; docs/gpu_check.md says what its lines
-mean.
+"""The acceptance test of a machine with GPUs, ``python -m benchmarks.gpu_check``; docs/project/gpu_check.md
+explains its lines.
 
 [Note: the same lines on the host]
 A GPU may be had for minutes, and then this program must not be what fails. So all that differs between a GPU and the

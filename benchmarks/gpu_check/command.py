@@ -98,7 +98,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     sections = "\n".join(f"  {letter}  {section.about}" for letter, section in SECTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check",
-        description="Checks this engine on the GPUs of this machine; docs/gpu_check.md says what its lines mean.",
+        description="Checks this engine on the GPUs of this machine; docs/project/gpu_check.md explains its lines.",
         epilog=f"sections:\n{sections}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

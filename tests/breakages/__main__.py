@@ -1,7 +1,7 @@
 """python -m tests.breakages [--only WORDS] [--jobs N] [--write FILE]: puts each fault in and runs its tests.
 
-One at a time in a copy of the tree; ``--jobs 2`` makes two copies. ``--write`` makes docs/breakages.md, from all faults
-only. The exit status is the number of faults that no test saw.
+One at a time in a copy of the tree; ``--jobs 2`` makes two copies. ``--write`` makes
+docs/project/breakages.md, from all faults only. The exit status is the number of faults that no test saw.
 A test sees a fault if it fails or ends the process. Tests that hang, are not found or cannot be read have seen nothing.
 """
 

@@ -12,7 +12,7 @@ from megastrategy import DistributedDataParallelConfig
 
 from . import ROOT
 
-PAGE = ROOT / "docs" / "options.md"
+PAGE = ROOT / "docs" / "reference" / "options.md"
 
 _BEGIN = """\
 # Options
@@ -27,7 +27,7 @@ Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page 
 | `megastrategy launch` | a key under `megatron_ddp_config:`, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
 | a plain loop | a field of `DistributedDataParallelConfig(bucket_size=1_000_000)` |
 
-torch DDP's own names [are understood](coming_from.md#from-torch-ddp) where there is something like them here. Any
+torch DDP's own names [are understood](../coming_from.md#from-torch-ddp) where there is something like them here. Any
 other name is refused, and so are options that contradict each other:
 
 ```python
@@ -49,11 +49,11 @@ In what follows d is the number of ranks.
 """
 
 _LINKS = {
-    "`megastrategy tune`": "[`megastrategy tune`](profiling.md#which-bucket-size)",
+    "`megastrategy tune`": "[`megastrategy tune`](../profiling.md#which-bucket-size)",
     "`layout_build`'s [Note: default bucket size]": (
-        "[Note: default bucket size] in [core/layout/build.py](../megastrategy/core/layout/build.py)"
+        "[Note: default bucket size] in [core/layout/build.py](../../megastrategy/core/layout/build.py)"
     ),
-    "Not with a GradScaler": "[Example](gradients.md#find-what-is-not-finite). Not with a GradScaler",
+    "Not with a GradScaler": "[Example](../gradients.md#find-what-is-not-finite). Not with a GradScaler",
 }
 """What stands in the docstrings, and where the page leads from it."""
 

@@ -86,7 +86,7 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         ("gradients.md", 2, 2),
         ("failures.md", 0, 2),
         ("failures.md", 1, 2),
-        ("options.md", 0, 1),
+        ("reference/options.md", 0, 1),
         ("design/one_gradient.md", 0, 2),
         ("design/wire.md", 0, 2),
         ("design/less_memory.md", 0, 2),
@@ -151,7 +151,7 @@ def test_no_block_is_left_out() -> None:
     for page in (
         "gradients.md",
         "failures.md",
-        "options.md",
+        "reference/options.md",
         *design,
         "fabric.md",
         "accelerate.md",

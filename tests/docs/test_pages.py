@@ -72,5 +72,5 @@ def test_the_site_has_every_page() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.rst").read_text(encoding="utf-8")
     listed = re.findall(r"^   (?:[\w ]+ <)?([\w./]+)>?$", index, re.MULTILINE)
-    pages = {path.resolve() for name in listed for path in (docs / f"{name}.md", docs / f"{name}.rst") if path.exists()}
-    assert pages == {*PAGES, docs / "api.rst"}
+    files = [folder / f"{name}.{kind}" for name in listed for folder in (docs, ROOT) for kind in ("md", "rst")]
+    assert {path for path in files if path.exists()} == {*PAGES, docs / "reference" / "api.rst"}

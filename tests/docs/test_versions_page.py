@@ -1,4 +1,4 @@
-"""The workflow runs what docs/versions.md says was run, and nothing that nobody has seen pass."""
+"""The workflow runs what docs/project/versions.md says was run, and nothing that nobody has seen pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Versions = tuple[str, str]
 
 def in_table() -> dict[Versions, str]:
     """What was run, by versions."""
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "project" / "versions.md").read_text()
     rows = re.findall(r"^\| (2\.\d+\.\d+) \| (3\.\d+)\.\d+ \| ([^|]+) \|", page, flags=re.MULTILINE)
     return {(torch, python): what for torch, python, what in rows}
 

@@ -1,6 +1,6 @@
 """The matrix of what works with ``"ddp"``: each feature once, run under ``"ddp"`` and under ours, and compared.
 
-``docs/compatibility.md`` is written from it by ``python -m tests.doors.matrix``; a test holds the file to it.
+``docs/project/compatibility.md`` is written from it by ``python -m tests.doors.matrix``; a test holds the file to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "project" / "compatibility.md"
 MODES = {
     "reduce-scatter": {"use_distributed_optimizer": True},
     "all-reduce": {"use_distributed_optimizer": False},

@@ -177,9 +177,9 @@ def page() -> str:
     lines = [
         "# Private names that are reached into",
         "",
-        "What other packages do not promise to keep, and megastrategy uses. A test fails where the installed versions",
-        "([versions.md](../versions.md)) do not have one of them, or the source uses one that is not here. The table",
-        "is written from it: `python -m tests.support.private_names`.",
+        "megastrategy uses these names of other packages, which their authors may change. A test fails if an installed",
+        "version ([versions.md](../project/versions.md)) does not have one of them, or if the source uses one that is",
+        "not listed. `python -m tests.support.private_names` writes the table from the test's list.",
         "",
         "| of | name | used in |",
         "|---|---|---|",

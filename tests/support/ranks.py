@@ -105,7 +105,9 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
     gives up its group, which closes its connections as a dying process would.
     """
     if size > 1 and _GLOO_CRASHES_AMONG_THREADS:
-        pytest.skip("ranks are threads here, and gloo of torch 2.11 ends the interpreter among them: docs/versions.md")
+        pytest.skip(
+            "ranks are threads here, and gloo of torch 2.11 ends the interpreter among them: docs/project/versions.md"
+        )
     store = HashStore()
     outcomes: list[T | BaseException] = [RankError("did not run")] * size
 

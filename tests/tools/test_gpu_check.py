@@ -461,7 +461,7 @@ def test_it_needs_only_torch(path: Path) -> None:
 
 
 def test_the_page_has_every_section_by_its_own_words() -> None:
-    page = (ROOT / "docs" / "gpu_check.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "project" / "gpu_check.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| ([A-Z]) \| ([^|]+) \|", page, re.MULTILINE)
     assert listed == [(letter, section.about) for letter, section in SECTIONS.items()]
     a, b, c = re.findall(r"more than (\d+) \+ (\d+) a parameter \+ (\d+) a bucket", page)[0]
