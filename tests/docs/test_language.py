@@ -1,0 +1,147 @@
+"""Plain English, as far as a machine can see it: no words that a reader has to read twice, no sentence without an end."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import PAGES, ROOT
+
+SOURCES = sorted((ROOT / "megastrategy").rglob("*.py"))
+MOST_WORDS = 25
+"""Of the first sentence of a docstring."""
+WIDEST_ROW = 140
+"""Characters of a row of a table, without the targets of its links."""
+
+NOT_YET = (
+    "megastrategy/_",
+    "megastrategy/accelerate",
+    "megastrategy/core",
+    "megastrategy/data.py",
+    "megastrategy/pipeline",
+    "megastrategy/tools",
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "docs/checkpoints.md",
+    "docs/coming_from.md",
+    "docs/data.md",
+    "docs/design/decisions.md",
+    "docs/design/faults.md",
+    "docs/design/gpus.md",
+    "docs/design/hosts.md",
+    "docs/design/less_memory.md",
+    "docs/design/one_gradient.md",
+    "docs/design/private_names.md",
+    "docs/design/testing.md",
+    "docs/design/whole_parameters.md",
+    "docs/design/wire.md",
+    "docs/differences.md",
+    "docs/equality.md",
+    "docs/experts.md",
+    "docs/failures.md",
+    "docs/gradients.md",
+    "docs/lightning.md",
+    "docs/many_machines.md",
+    "docs/memory.md",
+    "docs/optimizers.md",
+    "docs/pipelines.md",
+    "docs/planning.md",
+    "docs/profiling.md",
+    "docs/project/breakages.md",
+    "docs/project/compatibility.md",
+    "docs/project/fuzzing.md",
+    "docs/project/gpu_check.md",
+    "docs/project/lightnings_own_tests.md",
+    "docs/project/projects.md",
+    "docs/project/versions.md",
+    "docs/reference/glossary.md",
+    "docs/reference/options.md",
+    "docs/signals.md",
+    "docs/speed.md",
+    "docs/tensor_parallel.md",
+)
+"""Folders and files that are still to be rewritten."""
+
+VAGUE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
+"""Name the actor: the first reader, user code, no rank."""
+DIALECT = re.compile(r"\b(of which|of those|of theirs|(?:is|are|was|were) told|tells)\b", re.IGNORECASE)
+"""Split the sentence; write reports, returns, logs."""
+CLAUSE = re.compile(r"(What|Of|Where|Those|Whether)\b")
+"""A docstring begins with a verb or with the noun that it documents."""
+
+
+def is_clean(path: Path) -> bool:
+    return not str(path.relative_to(ROOT)).startswith(NOT_YET)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def first_sentence(text: str) -> str:
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.:;])\s", paragraph, maxsplit=1)[0]
+
+
+def ends_of_comments(source: str) -> Iterator[tuple[int, str]]:
+    """The last line of each comment of several lines."""
+    lines = source.splitlines()
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    alone = [
+        token for token in tokens if token.type == tokenize.COMMENT and lines[token.start[0] - 1].lstrip()[0] == "#"
+    ]
+    places = {token.start for token in alone}
+    for token in alone:
+        line, column = token.start
+        if (line - 1, column) in places and (line + 1, column) not in places:
+            yield line, token.string.lstrip("# ")
+
+
+def prose(page: Path) -> str:
+    """The page without its code and the targets of its links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"`[^`\n]*`", lambda code: "`" + "x" * (len(code[0]) - 2) + "`", text)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if is_clean(path)], ids=name)
+def test_docstrings_and_comments_are_plain(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    found = [f"{number}: {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if VAGUE.search(line)]
+    for line, text in docstrings(source):
+        sentence = first_sentence(text)
+        if len(sentence.split()) > MOST_WORDS:
+            found.append(f"{line}: the first sentence has {len(sentence.split())} words: {sentence}")
+        if CLAUSE.match(text):
+            found.append(f"{line}: begins with a clause: {sentence}")
+    found += [f"{line}: ends in {end!r}" for line, end in ends_of_comments(source) if len(end.split()) <= 2]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if is_clean(page)], ids=name)
+def test_pages_are_plain(page: Path) -> None:
+    text = prose(page)
+    assert [found[0] for pattern in (VAGUE, DIALECT) for found in pattern.finditer(text)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if is_clean(page) and page.name != "CHANGELOG.md"], ids=name)
+def test_no_table_is_wider_than_a_screen(page: Path) -> None:
+    rows = [line for line in prose(page).splitlines() if line.startswith("|") and len(line) > WIDEST_ROW]
+    assert rows == []
