@@ -1,4 +1,4 @@
-"""Plain English, as far as a machine can see it: no words that a reader has to read twice, no sentence without an end."""
+"""Plain English, as far as a machine can see it: short first sentences, actors by name, tables that fit a screen."""
 
 from __future__ import annotations
 
