@@ -150,7 +150,7 @@ def _read(file: bytes) -> dict[str, Any]:
 
 
 def _how(optimizer: DistributedOptimizer) -> str:
-    own, whole = set(optimizer._impl.param_indices()), set(optimizer._impl.whole_params)
+    own, whole = set(optimizer._impl.shard_set.param_indices()), set(optimizer._impl.shard_set.whole.indices)
     return "whole" if whole == own else "mixed" if whole else "flat"
 
 

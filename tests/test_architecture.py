@@ -211,7 +211,11 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                 if isinstance(target, ast.Attribute) and target.attr in {"data", "grad", "grad_dtype"}:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
-                    stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("flat_run", "tensor")}
+                    stepped = {
+                        ("unsharded_step", "shard.main"),
+                        ("sharded_optimizer", "tensor"),
+                        ("flat_run", "tensor"),
+                    }
                     stepped |= {
                         ("whole_params", "self.main"),
                         ("state_storage", "self.main"),

@@ -4,10 +4,9 @@
 The user's own optimizer object does the arithmetic. During ``step`` its groups hold what this rank steps, flat shards
 and whole parameters that it owns; at any other time they hold the model's Parameters, so schedulers, callbacks and
 freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
-is the face shown to the framework; everything it knows is in one
-:class:`~megastrategy.core.optimizer.sharded_step.ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into
-wrappers of their own. When the model was closed the user's optimizer is one of torch's own again (given_back's
-[Note: when an optimizer is given back]), and the face calls it.
+is the face shown to the framework; everything it knows is in one :class:`~.sharded_optimizer.ShardedOptimizer`, since
+frameworks copy an optimizer's ``__dict__`` into wrappers of their own. When the model was closed the user's optimizer
+is one of torch's own again (given_back's [Note: when an optimizer is given back]), and the face calls it.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from .checkpoint import (
     completed_state,
     has_main_params,
     is_staged,
-    load_full_state_dict,
+    load_full_state,
     open_directory,
-    own_share,
     parts_of_main_params,
     parts_of_state,
-    read_share,
+    read_state,
     require_everybody,
+    state_to_write,
     whole_main_params,
     whole_state,
 )
@@ -44,21 +43,25 @@ from .engine import full_grad
 from .errors import OptimizerNotShardableError
 from .events import profiler_range
 from .optimizer import (
-    ShardedStep,
+    ShardedOptimizer,
     ShownState,
     StateOfCopy,
+    as_listed,
     check_main_params,
     check_optimizer,
     forwarding_members,
     load_with_hooks,
+    norm_of_grads,
     not_shardable,
+    num_zeros,
     own_state_of,
+    owned_grads,
+    param_norm,
     same,
     save_with_hooks,
     take_back,
-    without_state_hooks,
 )
-from .shards import MAIN_PARAMS, STATE, Gather, gather_main_params, gather_state_dict, to_host
+from .shards import MAIN_PARAMS, STATE, Gather, to_host
 from .sync import check_finite, scale_to_norm_, unscale_grads_
 from .trials import StepArguments
 
@@ -88,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             probe) and the model's configuration shards the optimizer.
     """
 
-    _impl: ShardedStep
+    _impl: ShardedOptimizer
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
         optimizer = _of_closed(optimizer)
@@ -114,17 +117,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         engine, optimizer = model.engine, _of_closed(optimizer)
         take_back(optimizer)
         findings = check_optimizer(optimizer, engine)
-        self._impl = impl = ShardedStep(optimizer, engine, findings)
+        self._impl = impl = ShardedOptimizer(optimizer, engine, findings)
         self._loads_by_itself = False
         self._number = 0
-        if impl.owner_collectives is not None and (rank_check := engine.collectives.rank_check) is not None:
+        shard_set = impl.shard_set
+        if shard_set.owner_collectives is not None and (rank_check := engine.collectives.rank_check) is not None:
             rank_check.start_responder()
             self._number = rank_check.num_optimizers
-        if impl.has_shards:
-            impl.hooks = [
-                optimizer.register_step_pre_hook(impl.refuse_direct_use),
-                optimizer.register_state_dict_pre_hook(impl.refuse_direct_use),
-                optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use),
+        if shard_set.has_shards:
+            shard_set.hooks = [
+                optimizer.register_step_pre_hook(shard_set.refuse_direct_use),
+                optimizer.register_state_dict_pre_hook(shard_set.refuse_direct_use),
+                optimizer.register_load_state_dict_pre_hook(shard_set.refuse_direct_use),
             ]
             optimizer.__getstate__ = StateOfCopy(optimizer)  # type: ignore[method-assign]
 
@@ -143,7 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Lightning's finetuning callbacks assign the groups they had before a restart."""
         before, self._impl.inner.param_groups = self._impl.inner.param_groups, param_groups
         try:
-            self._impl.check_groups()
+            self._impl.shard_set.check_groups()
         except ValueError:
             self._impl.inner.param_groups = before
             raise
@@ -153,18 +157,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The user's optimizer's state. Where it is keyed by this rank's shards, a look-up by one of the model's
         Parameters raises :class:`~.errors.DirectUseError`; see shown_state's [Note: state that nobody misses in
         silence]."""
-        impl = self._impl
-        impl.split_state()
-        return ShownState(impl.inner.state, impl.why_no_state) if impl.has_shards else impl.inner.state
+        shard_set = self._impl.shard_set
+        shard_set.states.split()
+        state = shard_set.inner.state
+        return ShownState(state, shard_set.why_no_state) if shard_set.has_shards else state
 
     @state.setter
     def state(self, state: Any) -> None:
         """Loops that start anew assign an empty one."""
-        impl = self._impl
-        state = own_state_of(state, impl.why_no_state)
-        impl.split_state(replace=True)
-        impl.inner.state = state
-        impl.keep_loaded()
+        shard_set = self._impl.shard_set
+        state = own_state_of(state, shard_set.why_no_state)
+        shard_set.states.split(replace=True)
+        shard_set.inner.state = state
+        shard_set.keep_loaded()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -182,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute that the user's optimizer has there, where its ``step`` looks for it, or a new option."""
-        impl: ShardedStep | None = self.__dict__.get("_impl")
+        impl: ShardedOptimizer | None = self.__dict__.get("_impl")
         is_option = isinstance(value, bool | int | float | str) and not name.startswith("_")
         if impl is not None and (is_option or name in impl.inner.__dict__) and not hasattr(type(self), name):
             setattr(impl.inner, name, value)
@@ -205,8 +210,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             return plain.step(*args, **kwargs)
         impl, arguments = self._impl, StepArguments(args, kwargs)
-        if not impl.has_shards:
-            return impl.step_whole(arguments)
+        if not impl.shard_set.has_shards:
+            return impl.step_params(arguments)
         closure, others = arguments.closure, arguments.without_closure()
         if others and (reason := impl.try_arguments(others)) is not None:
             raise OptimizerNotShardableError(
@@ -230,11 +235,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         if not impl.engine.is_closed:
             return None
-        impl.give_back()
+        impl.shard_set.give_back()
         return impl.inner
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     @property
     def is_closed(self) -> bool:
@@ -243,19 +245,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a part of the state alone."""
-        return self._impl.sharded or bool(self._impl.engine.local_parts.model_groups)
+        """Whether this rank has only a part of the state."""
+        return self._impl.shard_set.sharded or bool(self._impl.engine.local_parts.model_groups)
 
     @property
     def is_of_stage(self) -> bool:
         """Whether optimizers on other ranks have other parameters of the model."""
-        return is_staged(self._impl)
+        return is_staged(self._impl.shard_set)
 
     def is_cut(self, param: Parameter) -> bool:
         """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
-        impl = self._impl
-        index = impl.index_by_id.get(id(param))
-        return index is not None and impl.is_cut(index)
+        shard_set = self._impl.shard_set
+        index = shard_set.index_by_id.get(id(param))
+        return index is not None and shard_set.is_cut(index)
 
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
@@ -266,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NotOnAllRanksError: if they are not, within bounded time.
         """
         if self.is_sharded:
-            require_everybody(self._impl, what, remedy)
+            require_everybody(self._impl.shard_set, what, remedy)
 
     @property
     def num_steps(self) -> tuple[int, int]:
@@ -278,8 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         After an exception the ranks' shards and weights belong together if all ranks have the same two numbers, equal.
         """
         impl = self._impl
-        begun, done = impl.num_steps_begun, impl.num_steps_done
-        lacks_weights = impl.sharded and bool(impl.engine.param_gather.missing)
+        begun, done = impl.shard_set.num_steps_begun, impl.num_steps_done
+        lacks_weights = impl.shard_set.sharded and bool(impl.engine.param_gather.missing)
         return begun, min(done, begun - 1) if begun and lacks_weights else done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -287,56 +289,56 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             plain.zero_grad(set_to_none)
             return
-        impl = self._impl
-        impl.engine.zero_grads(impl.param_indices(), set_to_none=set_to_none)
-        impl.strangers.zero(set_to_none)
+        shard_set = self._impl.shard_set
+        shard_set.engine.zero_grads(shard_set.param_indices(), set_to_none=set_to_none)
+        shard_set.strangers.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
         every rank. Collective."""
-        impl = self._impl
+        engine, shard_set = self._impl.engine, self._impl.shard_set
         is_plain = self._given_back() is not None
         if not is_plain:
-            impl.finish_grads()
-        parts = impl.engine.local_parts
-        if is_plain or not (impl.sharded or parts.has_parts or parts.model_groups):
-            return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
-        grads = impl.owned_grads()
-        norm = impl.norm(grads, norm_type)
+            self._impl.finish_grads()
+        if is_plain or not (shard_set.sharded or engine.local_parts.has_parts or engine.local_parts.model_groups):
+            return torch.nn.utils.clip_grad_norm_(shard_set.params(), max_norm, norm_type, error_if_nonfinite)
+        grads = owned_grads(shard_set)
+        norm = norm_of_grads(shard_set, grads, norm_type)
         if error_if_nonfinite:
-            impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
+            engine.collectives.wait_for_device(engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_([*impl.as_listed(grads), *impl.strangers.grads()], norm, max_norm)
+            scale_to_norm_([*as_listed(shard_set, grads), *shard_set.strangers.grads()], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
         if self._given_back() is not None:
-            torch.nn.utils.clip_grad_value_(self._params(), clip_value)
+            torch.nn.utils.clip_grad_value_(self._impl.shard_set.params(), clip_value)
             return
-        impl = self._impl
-        impl.finish_grads()
-        grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
+        self._impl.finish_grads()
+        shard_set = self._impl.shard_set
+        grads = [*owned_grads(shard_set).values(), *shard_set.strangers.grads()]
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of this optimizer's reduced gradients: a scalar, the same bits on every rank. Collective."""
-        impl = self._impl
-        impl.finish_grads()
-        return impl.norm(impl.owned_grads(), norm_type)
+        self._impl.finish_grads()
+        shard_set = self._impl.shard_set
+        return norm_of_grads(shard_set, owned_grads(shard_set), norm_type)
 
     def grad_num_zeros(self) -> Tensor:
         """The number of zeros in the reduced gradients of the model's parameters: an int64 scalar, the same on
         every rank; each element counts once. Collective."""
-        return self._impl.num_zeros()
+        self._impl.finish_grads()
+        return num_zeros(self._impl.shard_set)
 
     def param_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of those of the model's parameters that this optimizer has, frozen ones too, as the model computes
         with them: a scalar, the same bits on every rank. Collective."""
-        return self._impl.param_norm(norm_type)
+        return param_norm(self._impl.shard_set, norm_type)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
@@ -345,13 +347,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
         """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not
         finite. Collective."""
-        impl = self._impl
-        impl.finish_grads()
+        self._impl.finish_grads()
+        engine, shard_set = self._impl.engine, self._impl.shard_set
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
-        agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
-        grads = [*impl.as_listed(impl.owned_grads()), *impl.strangers.grads()]
-        found_inf = unscale_grads_(grads, inv_scale, agreeing, impl.engine.device)
-        for ranks in impl.engine.local_parts.model_groups:
+        agreeing = engine.collectives if shard_set.strangers.params else shard_set.owner_collectives
+        grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.strangers.grads()]
+        found_inf = unscale_grads_(grads, inv_scale, agreeing, engine.device)
+        for ranks in engine.local_parts.model_groups:
             ranks.all_reduce_max(found_inf).wait()
         return found_inf
 
@@ -373,7 +375,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
         impl.inner.add_param_group(param_group)
         try:
-            impl.check_groups()
+            impl.shard_set.check_groups()
             check_main_params(impl.inner, impl.engine)
             if (reason := impl.try_options()) is not None:
                 raise not_shardable(impl.inner, impl.engine, reason)
@@ -381,7 +383,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.inner.param_groups.pop()
             raise
         impl.engine.include_trainable()
-        impl.follow_model()
+        impl.shard_set.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
@@ -392,27 +394,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NotOnAllRanksError: if it is sharded and not all ranks call it.
         """
-        impl = self._impl
-        if not impl.has_shards:  # the user's optimizer calls its hooks itself
-            return whole_state(impl, self._state_of_parts)
-        with impl.passing():
-            return save_with_hooks(impl.inner, self, lambda: whole_state(impl, self._state_of_parts))
+        shard_set = self._impl.shard_set
+        if not shard_set.has_shards:  # the user's optimizer calls its hooks itself
+            return whole_state(shard_set, shard_set.inner.state_dict)
 
-    def _state_of_parts(self) -> dict[str, Any]:
-        """The state of what this rank and its data-parallel ranks have."""
-        impl = self._impl
-        if not impl.sharded:  # it says itself what it saves, of main params where there are some
-            if not impl.has_shards:
-                return impl.inner.state_dict()
-            with impl.groups_of_shards(), without_state_hooks(impl.inner):
-                return impl.inner.state_dict()
-        gather = self._gather(STATE)
-        assert gather is not None, "sharded"
-        return gather_state_dict(impl.inner, impl.followed_by_id, impl.own_parts(STATE), gather, impl.engine.device)
+        def save() -> dict[str, Any]:
+            return whole_state(shard_set, lambda: shard_set.full_state(self._gather(STATE)))
+
+        with shard_set.passing():
+            return save_with_hooks(shard_set.inner, self, save)
 
     def _gather(self, what: str) -> Gather | None:
         """Returns a way for the ranks' parts to come together, when all ranks are here; None where all is on each."""
-        engine, owners = self._impl.engine, self._impl.owner_collectives
+        engine, owners = self._impl.engine, self._impl.shard_set.owner_collectives
         if owners is None:
             return None
         # By number: one rank's call for the first of two optimizers must not meet another's for the second.
@@ -430,21 +424,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: if groups or shapes do not fit; on all ranks, if one has other entries. Nothing is changed
                 then.
         """
-        impl = self._impl
+        shard_set = self._impl.shard_set
         if (plain := self._given_back()) is not None:
             plain.load_state_dict(state_dict)
             return
         if is_complete := "state" in state_dict:  # else a hook makes it, of another format
             state_dict = self._completed(state_dict)
-        if not impl.has_shards:
-            impl.inner.load_state_dict(parts_of_state(impl, state_dict))
+        if not shard_set.has_shards:
+            shard_set.inner.load_state_dict(parts_of_state(shard_set, state_dict))
             return
 
         def load(saved: dict[str, Any]) -> None:
-            self._load_whole_state(saved if is_complete else self._completed(saved))
+            saved = saved if is_complete else self._completed(saved)
+            load_full_state(shard_set, parts_of_state(shard_set, saved))
 
-        with impl.passing():
-            load_with_hooks(impl.inner, self, state_dict, load)
+        with shard_set.passing():
+            load_with_hooks(shard_set.inner, self, state_dict, load)
 
     @contextlib.contextmanager
     def every_rank_has_state(self) -> Iterator[None]:
@@ -460,52 +455,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
         if not self.is_sharded or self._loads_by_itself:
             return state_dict
-        return completed_state(self._impl, state_dict)
-
-    def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
-        impl = self._impl
-        state_dict = parts_of_state(impl, state_dict)
-        impl.split_state(replace=True)
-        load_full_state_dict(
-            impl.inner,
-            state_dict,
-            impl.followed_by_id,
-            impl.shards,
-            impl.layout,
-            impl.element_names,
-            impl.groups_of_shards,
-            impl.stays_here,
-        )
-        impl.keep_loaded()
+        return completed_state(self._impl.shard_set, state_dict)
 
     def main_params(self) -> dict[str, Tensor]:
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
         :meth:`state_dict` is."""
+        shard_set = self._impl.shard_set
         if not self._has_main_params():
             return {}
-        return whole_main_params(self._impl, self._main_params_of_parts)
+
+        def of_parts() -> dict[str, Tensor] | None:
+            gather = self._gather(MAIN_PARAMS)
+            found = shard_set.full_main_params(gather) | to_host(shard_set.main_params_to_come)
+            return found if gather is None or gather.is_root else None
+
+        return whole_main_params(shard_set, of_parts)
 
     def _has_main_params(self) -> bool:
         """Whether some rank has main params. Collective over a pipeline's ranks."""
-        impl = self._impl
-        apart = map(impl.layout.has_separate_main, range(len(impl.layout.params)))
-        return has_main_params(impl, bool(impl.main_params_to_come) or any(apart))
-
-    def _main_params_of_parts(self) -> dict[str, Tensor] | None:
-        impl, to_come = self._impl, self._impl.main_params_to_come
-        gather, own = self._gather(MAIN_PARAMS), impl.own_parts(MAIN_PARAMS)
-        cut = [index for index in impl.param_indices() if impl.is_cut(index)]
-        main_params = gather_main_params(cut, own, gather, impl.engine.device) | to_host(to_come)
-        return main_params if gather is None or gather.is_root else None
+        shard_set, layout = self._impl.shard_set, self._impl.engine.layout
+        apart = map(layout.has_separate_main, range(len(layout.params)))
+        return has_main_params(shard_set, bool(shard_set.main_params_to_come) or any(apart))
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
         as :meth:`load_state_dict` is; a rank that passes none gets rank 0's."""
-        impl = self._impl
+        shard_set = self._impl.shard_set
         exchanges = self.is_sharded and not self._loads_by_itself
-        if exchanges and not impl.engine.is_closed and self._has_main_params():
-            main_params = dict(as_on_rank_zero(impl, main_params, MAIN_PARAMS))
-        impl.load_main_params(parts_of_main_params(impl, main_params))
+        if exchanges and not self.is_closed and self._has_main_params():
+            main_params = dict(as_on_rank_zero(shard_set, main_params, MAIN_PARAMS))
+        shard_set.load_main_params(parts_of_main_params(shard_set, main_params))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
@@ -514,7 +493,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too, and of a
         pipeline what this stage has. Collective over a pipeline's stages.
         """
-        return own_share(self._impl)
+        return state_to_write(self._impl.shard_set)
 
     def load_sharded(self, path: str | Directory | OpenDirectory, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
@@ -529,7 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        return read_share(self._impl, open_directory(path), key)
+        return read_state(self._impl.shard_set, open_directory(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
         """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""
@@ -548,7 +527,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             DirectUseError: for state of one of the model's Parameters, in whose place another tensor is stepped.
         """
-        impl = self.__dict__.get("_impl")
+        impl: ShardedOptimizer | None = self.__dict__.get("_impl")
         if impl is None:  # an optimizer of a framework's that inherits from this class; Fabric's has this one inside
             inner = self.__dict__.get("_optimizer")
             super().__setstate__(state) if inner is None else inner.__setstate__(state)
@@ -560,7 +539,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.state = given["state"]
             given["state"] = impl.inner.state
         # The class may convert what is kept for each parameter, which it finds by what is in the groups.
-        with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+        with impl.shard_set.groups_of_shards():
             impl.inner.__setstate__(given)
 
     def _patch_step_function(self) -> None:

@@ -15,7 +15,7 @@ from megastrategy.core.config import field_names
 from megastrategy.core.engine.engine import Engine
 from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.optimizer import main_param_buffer
-from megastrategy.core.optimizer.optimizer_shards import OptimizerShards
+from megastrategy.core.optimizer.shard_set import ShardSet
 from megastrategy.core.shards import param_shard
 from megastrategy.core.sync.reducer import Reducer
 
@@ -69,8 +69,8 @@ def moved_views_that_come_back_as_they_were(patch: pytest.MonkeyPatch) -> None:
 
 
 def listed_parameters_that_are_stepped_once(patch: pytest.MonkeyPatch) -> None:
-    times_listed = OptimizerShards.times_listed
-    patch.setattr(OptimizerShards, "times_listed", lambda self: collections.Counter(set(times_listed(self))))
+    times_listed = ShardSet.times_listed
+    patch.setattr(ShardSet, "times_listed", lambda self: collections.Counter(set(times_listed(self))))
 
 
 def _fails(test: Callable[[], None]) -> bool:

@@ -1,9 +1,9 @@
 """The optimizer's state in torch's formats, gathered from shards and cut into them."""
 
 from .completeness import describe_hole, describe_missing_part
-from .directory import own_share, read_share
 from .directory_reader import OpenDirectory, is_directory_checkpoint, open_directory
-from .full_state import load_full_state_dict
+from .directory_state import read_state, state_to_write
+from .full_state import load_full_state
 from .model_parallel import (
     as_on_rank_zero,
     completed_state,
@@ -31,14 +31,14 @@ __all__ = [
     "has_main_params",
     "is_directory_checkpoint",
     "is_staged",
-    "load_full_state_dict",
+    "load_full_state",
     "open_directory",
     "own_prefix",
-    "own_share",
     "parts_of_main_params",
     "parts_of_state",
-    "read_share",
+    "read_state",
     "require_everybody",
+    "state_to_write",
     "whole_main_params",
     "whole_state",
 ]

@@ -1,7 +1,7 @@
 """Reads checkpoints that are directories, into which every rank wrote its part with torch.distributed.checkpoint.
 
 Every tensor in the directory is whole for its readers: another number of ranks, FSDP, or a consolidation tool.
-:mod:`.sharded_optimizer` describes an optimizer's entries in it.
+:mod:`.directory_state` describes an optimizer's entries in it.
 """
 
 from __future__ import annotations

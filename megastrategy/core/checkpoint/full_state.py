@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,30 +10,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import CheckpointError
-from ..layout import BufferLayout
-from ..optimizer import without_state_hooks
-from ..shards import ParamShard, copied, cut_value, per_element_keys
+from ..optimizer import ShardSet, without_state_hooks
+from ..shards import copied, cut_value, per_element_keys
 
 
-def load_full_state_dict(
-    optimizer: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any],
-    params_by_id: Mapping[int, int],
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    known: set[str] | None,
-    groups_of_shards: Callable[[], AbstractContextManager[None]],
-    stays_here: Callable[[ParamShard, Mapping[str, Any]], Iterable[str]],
-) -> None:
-    """Cuts a full state into this rank's shards and hands it to the optimizer's own ``load_state_dict``.
-
-    ``known``: as for :func:`per_element_keys`; ``stays_here``: as for :func:`load_own_state`.
+def load_full_state(shard_set: ShardSet, state_dict: Mapping[str, Any]) -> None:
+    """Cuts a full state into this rank's shards and loads these.
 
     Raises:
         CheckpointError: if groups or shapes do not fit, before anything is changed.
     """
     # As torch checks it, but before anything is cut: shards are loaded by places in the groups.
-    groups = state_dict["param_groups"]
+    optimizer, shards, groups = shard_set.inner, shard_set.shards, state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise CheckpointError(
             f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the "
@@ -46,45 +33,44 @@ def load_full_state_dict(
     per_element: set[str] = set()
     if any(shard.is_cut for shard in shards.values()):
         of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
-        per_element = per_element_keys(of_params, known)
-    numbers = {
-        id(param): number
-        for saved, own in zip(groups, optimizer.param_groups, strict=True)
-        for number, param in zip(saved["params"], own["params"], strict=True)
-    }
+        per_element = per_element_keys(of_params, shard_set.states.element_names)
+    params_by_id, numbers = (
+        shard_set.followed_by_id,
+        {
+            id(param): number
+            for saved, own in zip(groups, optimizer.param_groups, strict=True)
+            for number, param in zip(saved["params"], own["params"], strict=True)
+        },
+    )
 
     def values_of(param: Parameter) -> dict[str, Any]:
         values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
         if index is None:
             return {key: copied(value) for key, value in values.items()}
-        spec, shard = layout.params[index], shards[index]
+        spec, shard = shard_set.layout.params[index], shards[index]
         return {key: cut_value(value, spec, shard, key, per_element) for key, value in values.items()}
 
-    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, stays_here, others)
+    load_state(shard_set, groups, values_of, others)
 
 
-def load_own_state(
-    optimizer: torch.optim.Optimizer,
+def load_state(
+    shard_set: ShardSet,
     groups: Sequence[Mapping[str, Any]],
     values_of: Callable[[Parameter], dict[str, Any]],
-    params_by_id: Mapping[int, int],
-    shards: Mapping[int, ParamShard],
-    groups_of_shards: Callable[[], AbstractContextManager[None]],
-    stays_here: Callable[[ParamShard, Mapping[str, Any]], Iterable[str]],
     others: Mapping[Any, Any] | None = None,
 ) -> None:
-    """Hands what this rank steps to the optimizer's own ``load_state_dict``.
+    """Loads the state of what this rank steps with the optimizer's own ``load_state_dict``.
 
     Args:
-        optimizer: with the model's Parameters in its groups.
         groups: the saved hyper-parameters, group by group.
-        values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
-        groups_of_shards: puts the shards into the optimizer's groups.
-        stays_here: names what is not to come to the device.
+        values_of: returns the state of a parameter, cut to this rank's shard; called only for those that have one here.
         others: state of no parameter.
     """
+    optimizer, shards = shard_set.inner, shard_set.shards
+    params_by_id = shard_set.followed_by_id if shard_set.has_shards else {}
+    shard_set.states.split(replace=True)
     state: dict[int, dict[str, Any]] = {}
-    staying: dict[int, dict[str, Tensor]] = {}
+    on_host: dict[int, dict[str, Tensor]] = {}
     own_groups = []
     count = 0
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
@@ -93,25 +79,26 @@ def load_own_state(
             index = params_by_id.get(id(param))
             if index is None or index in shards:  # else all of it is another rank's
                 if values := values_of(param):
-                    names = stays_here(shards[index], values) if index is not None else ()
-                    staying[count] = {name: values[name] for name in names}
+                    names = shard_set.states.stays_here(shards[index], values) if index is not None else ()
+                    on_host[count] = {name: values[name] for name in names}
                     # Of no elements: torch chooses the dtype, and moves nothing.
-                    state[count] = values | {name: value.new_empty(0) for name, value in staying[count].items()}
+                    state[count] = values | {name: value.new_empty(0) for name, value in on_host[count].items()}
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
-    with groups_of_shards(), without_state_hooks(optimizer):
+    with shard_set.groups_of_shards(), without_state_hooks(optimizer):
         optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
-        # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
-        # to which it comes when the parameter is unfrozen
+        # torch casts state to the parameter's dtype, as under DDP. The state of a frozen 16-bit weight keeps the dtype
+        # of its main param, to which it comes when the parameter is unfrozen.
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for number, values in state.items():
             is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
             for key, value in values.items() if is_narrow else ():
                 if key in (kept := optimizer.state[stepped[number]]):
                     kept[key] = _in_saved_dtype(kept[key], value)
-        for number, values in staying.items():
+        for number, values in on_host.items():
             kept = optimizer.state[stepped[number]]
             kept.update((name, value.to(kept[name].dtype)) for name, value in values.items())
+    shard_set.keep_loaded()
 
 
 def _in_saved_dtype(kept: Any, saved: Any) -> Any:

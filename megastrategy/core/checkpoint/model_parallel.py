@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from ..collectives import CALL_ON_EVERY_RANK
 from ..errors import CheckpointError
 from ..module import CutParam
-from ..optimizer import ShardedStep
+from ..optimizer import ShardSet
 from ..shards import MAIN_PARAMS, REMAINDER, STATE, entries_of_rank_zero, number_params, state_by_number
 from . import pipeline_stages as stage_state
 from .tensor_parallel import join_parts
@@ -24,7 +24,7 @@ _MAIN = "main_param"
 _CALL = "{} of the optimizer of a model that ranks share"
 
 
-def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks, and None in its place
     elsewhere; returned is that of the whole model, on the first of all, and elsewhere that of the parameters that each
     rank steps by itself. Collective over all ranks.
@@ -49,7 +49,7 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
     return saved
 
 
-def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     local_parts, numbers = impl.engine.local_parts, number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
     # What an optimizer made of a DTensor at construction, and keeps while that is frozen, is a DTensor, too.
@@ -62,7 +62,7 @@ def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str
     return {**saved, "state": whole}
 
 
-def has_main_params(impl: ShardedStep, is_here: bool) -> bool:
+def has_main_params(impl: ShardSet, is_here: bool) -> bool:
     """Whether some rank of the model has main params; ``is_here``: this one has. Collective over a pipeline's ranks."""
     if not stage_state.is_staged(impl):
         return is_here
@@ -70,7 +70,7 @@ def has_main_params(impl: ShardedStep, is_here: bool) -> bool:
     return stage_state.is_on_any_stage(impl, is_here)
 
 
-def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
+def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
     if impl.engine.local_parts.model_groups:
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
@@ -84,7 +84,7 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor] 
     return {} if saved is None else saved
 
 
-def completed_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns ``saved`` with the state of the first rank of all, on a rank where it has entries only of parameters that
     each rank steps by itself; these keep theirs. Collective over all ranks.
 
@@ -99,7 +99,7 @@ def completed_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
 
 
-def as_on_rank_zero(impl: ShardedStep, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
+def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
     """Returns ``saved``; on a rank where it is empty, that of the first rank of all: :func:`whole_state` and
     :func:`whole_main_params` return nothing elsewhere. Collective over all ranks.
 
@@ -135,7 +135,7 @@ def _difference(every: Sequence[Collection[Any]]) -> str:
     return ""
 
 
-def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """This rank's parts of the whole model's state: views. Collective over a pipeline's stages."""
     if stage_state.is_staged(impl):
         saved = stage_state.state_of_stage(impl, saved)
@@ -148,7 +148,7 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def _params_by_number(impl: ShardedStep, saved: dict[str, Any]) -> dict[int, Parameter]:
+def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parameter]:
     """The parameters by their numbers in a saved state. What loads it says where groups do not fit."""
     return {
         number: param
@@ -157,7 +157,7 @@ def _params_by_number(impl: ShardedStep, saved: dict[str, Any]) -> dict[int, Par
     }
 
 
-def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of main params by name, whole ones or DTensors: views."""
     if stage_state.is_staged(impl):
         saved = stage_state.main_params_of_stage(impl, saved)
@@ -168,13 +168,13 @@ def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
 
 
-def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
+def _cut_by_saved_name(impl: ShardSet) -> dict[str, CutParam]:
     """The parameters that are cut, by either name that their main params may be saved under."""
     cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
     return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 
-def require_everybody(impl: ShardedStep, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
+def require_everybody(impl: ShardSet, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
     """Returns when all data-parallel ranks, and all that share the model, are about to do the same.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..module import LocalParts, StageParts
-from ..optimizer import ShardedStep
+from ..optimizer import ShardSet
 from ..shards import REMAINDER, gather_whole, number_params
 
 _HOST = torch.device("cpu")
@@ -26,12 +26,12 @@ _LABELS = "param_names"
 """torch's key in a group of an optimizer that was built on named_parameters()."""
 
 
-def is_staged(impl: ShardedStep) -> bool:
+def is_staged(impl: ShardSet) -> bool:
     """Whether other ranks have other layers of the model."""
     return impl.engine.local_parts.stage_ranks is not None
 
 
-def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+def whole_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved`` is the state of this stage's whole parameters; returned is that of all stages, on the first rank of
     all, and None in its place elsewhere. Collective over the stages.
 
@@ -54,7 +54,7 @@ def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
 
 
-def whole_groups(impl: ShardedStep, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def whole_groups(impl: ShardSet, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of all stages' optimizers, whose parameters are names; ``groups``: this one's, whose parameters may be
     anything. Collective over the stages.
 
@@ -80,13 +80,13 @@ def whole_groups(impl: ShardedStep, groups: list[dict[str, Any]]) -> list[dict[s
     return [{**group, **more, "params": members} for group, more, members in zip(options, named, whole, strict=True)]
 
 
-def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
+def is_on_any_stage(impl: ShardSet, is_here: bool) -> bool:
     """Whether some stage has main params: one that is frozen has none, and takes part. Collective over the stages."""
     _, ranks = _stages(impl)
     return ranks.host.max_of_bytes([is_here]) == [1]
 
 
-def whole_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
+def whole_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """As :func:`whole_state`, for main params by name."""
     parts, ranks = _stages(impl)
     own = {name: {_TENSOR: value} for name, value in saved.items() if name == _saved_in_whole(name, parts)}
@@ -96,7 +96,7 @@ def whole_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, 
     return {name: found[name][_TENSOR] for name in sorted(found, key=parts.layer_of)}
 
 
-def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+def state_of_stage(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """This stage's part of the state of a whole model, whose numbers are its optimizer's own. Collective over the
     stages."""
     parts, ranks = _stages(impl)
@@ -130,7 +130,7 @@ def own_options(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     return {**options, _LABELS: own[_LABELS]} if _LABELS in own else options
 
 
-def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+def main_params_of_stage(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Main params by the names that this stage's parameters have."""
     (parts, _), found = _stages(impl), dict(saved)
     for name in impl.names_by_id().values():
@@ -140,20 +140,20 @@ def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
     return found
 
 
-def _stages(impl: ShardedStep) -> tuple[StageParts, Collectives]:
+def _stages(impl: ShardSet) -> tuple[StageParts, Collectives]:
     parts: LocalParts = impl.engine.local_parts
     assert isinstance(parts, StageParts)
     assert parts.stage_ranks is not None
     return parts, parts.stage_ranks
 
 
-def _names_by_group(impl: ShardedStep) -> list[list[str]]:
+def _names_by_group(impl: ShardSet) -> list[list[str]]:
     """The names of this stage's parameters by group."""
     names = impl.names_by_id()
     return [[names[id(param)] for param in group["params"]] for group in impl.inner.param_groups]
 
 
-def _name_of_number(impl: ShardedStep) -> dict[int, str]:
+def _name_of_number(impl: ShardSet) -> dict[int, str]:
     names = impl.names_by_id()
     return {number: names[key] for key, number in number_params(impl.inner).items()}
 

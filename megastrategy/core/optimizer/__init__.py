@@ -4,19 +4,23 @@ from .extra_params import describe_unreduced, join_norm
 from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
 from .nested_optimizers import take_back
+from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
-from .sharded_step import ShardedStep
+from .shard_set import ShardSet
+from .sharded_optimizer import ShardedOptimizer
 from .shown_state import ShownState, own_state_of
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
 from .step_watchers import may_see_shards
 
 __all__ = [
     "GradScaler",
-    "ShardedStep",
+    "ShardSet",
+    "ShardedOptimizer",
     "ShownState",
     "StateOfCopy",
     "adapt_scaler",
+    "as_listed",
     "check_main_params",
     "check_optimizer",
     "describe_unreduced",
@@ -24,8 +28,12 @@ __all__ = [
     "join_norm",
     "load_with_hooks",
     "may_see_shards",
+    "norm_of_grads",
     "not_shardable",
+    "num_zeros",
     "own_state_of",
+    "owned_grads",
+    "param_norm",
     "same",
     "save_with_hooks",
     "take_back",

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from ..errors import OptimizerNotShardableError
 from ..shards import begin_step, drop_remainders
 from ..trials import Call, Effect, NotForShardsError, looks_at_tensors, try_call
-from .sharded_step import ShardedStep
+from .shard_set import ShardSet
+from .unsharded_step import main_params_with_grads
 
 
 def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return getattr(optimizer, name)(*args, **kwargs)
 
-        result = call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
+        result = call_inner(self._impl.shard_set, f"{name}()", Call(method, args, kwargs))
         return self if result is self._impl.inner else result  # of calls in a chain, the next one goes here, too
 
     return forward
@@ -66,14 +67,15 @@ def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)  # whoever calls it may ask for its signature, as accelerate does
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        impl: ShardedStep = self._impl
+        shard_set: ShardSet = self._impl.shard_set
         # A defaultdict: who merely looks at state[param] has made one, for a Parameter that nobody steps here.
-        num_known = len(impl.inner.state)
-        result = impl.inner.zero_grad(*args, **kwargs)
-        if impl.has_shards and len(impl.inner.state) > num_known:
+        num_known = len(shard_set.inner.state)
+        result = shard_set.inner.zero_grad(*args, **kwargs)
+        if shard_set.has_shards and len(shard_set.inner.state) > num_known:
             raise OptimizerNotShardableError(
-                f"zero_grad() of {type(impl.inner).__name__} keeps state for parameters, and what is stepped in their "
-                f"place has other state. Keep it elsewhere, or pass {impl.engine.all_reduce_option} with fp32 weights"
+                f"zero_grad() of {type(shard_set.inner).__name__} keeps state for parameters, and what is stepped in "
+                "their place has other state. Keep it elsewhere, or pass "
+                f"{shard_set.engine.all_reduce_option} with fp32 weights"
             )
         return result
 
@@ -82,70 +84,70 @@ def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attribute(name: str) -> property:
     def get(self: Any) -> Any:
-        return call_inner(self._impl, name, Call(lambda optimizer: getattr(optimizer, name)))
+        return call_inner(self._impl.shard_set, name, Call(lambda optimizer: getattr(optimizer, name)))
 
     def put(self: Any, value: Any) -> None:
-        call_inner(self._impl, name, Call(lambda optimizer, value: setattr(optimizer, name, value), (value,)))
+        call_inner(self._impl.shard_set, name, Call(lambda optimizer, value: setattr(optimizer, name, value), (value,)))
 
     return property(get, put)
 
 
-def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
+def call_inner(shard_set: ShardSet, name: str, call: Call) -> Any:
     """Makes a call of the user's optimizer; see [Note: methods of the user's optimizer].
 
     Raises:
         OptimizerNotShardableError: if it would be wrong on shards, or nobody knows.
     """
-    inner = impl.inner
+    inner = shard_set.inner
     # Every rank steps the Parameters themselves, as under torch DDP.
-    if not impl.has_shards:
+    if not shard_set.has_shards:
         return call(inner)
-    kind = impl.engine.device, impl.layout.main_dtype
+    kind = shard_set.engine.device, shard_set.layout.main_dtype
     try:
-        if not impl.sharded:
-            return _call_on_main_params(impl, call) if looks_at_tensors(inner, call, *kind) else call(inner)
+        if not shard_set.sharded:
+            return _call_on_main_params(shard_set, call) if looks_at_tensors(inner, call, *kind) else call(inner)
         # Tried at each call: what a method does may depend on its arguments, and on the mode that the optimizer is in.
         effect = try_call(inner, call, *kind)
     except NotForShardsError as reason:
-        raise _not_usable(impl, name, reason) from None
+        raise _not_usable(shard_set, name, reason) from None
     if effect is Effect.NONE:
         return call(inner)
-    return _call_on_shards(impl, name, call, moves=effect is Effect.ELEMENTS)
+    return _call_on_shards(shard_set, name, call, moves=effect is Effect.ELEMENTS)
 
 
-def _not_usable(impl: ShardedStep, name: str, reason: NotForShardsError) -> OptimizerNotShardableError:
-    what = f"{name} of {type(impl.inner).__name__} cannot be used while the optimizer"
-    if not impl.sharded:
+def _not_usable(shard_set: ShardSet, name: str, reason: NotForShardsError) -> OptimizerNotShardableError:
+    what = f"{name} of {type(shard_set.inner).__name__} cannot be used while the optimizer"
+    if not shard_set.sharded:
         return OptimizerNotShardableError(
             f"{what} steps the fp32 main params of 16-bit weights: {reason}. Keep the weights in fp32 (autocast for "
             "the forward)"
         )
     return OptimizerNotShardableError(
-        f"{what} is sharded: {reason}. Pass {impl.engine.all_reduce_option}: every rank then has whole parameters, "
-        "gradients and state, as under torch DDP"
+        f"{what} is sharded: {reason}. Pass {shard_set.engine.all_reduce_option}: every rank then has whole "
+        "parameters, gradients and state, as under torch DDP"
     )
 
 
-def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:
-    engine, indices = impl.engine, impl.param_indices()
+def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) -> Any:
+    engine, indices = shard_set.engine, shard_set.param_indices()
     engine.check_open()
     assert engine.param_buffers is not None, "sharded"
     if moves:
         # One rank alone would gather weights that the others never send, and hang in it.
-        engine.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
-        impl.follow_model()
+        engine.collectives.require_all_ranks(f"{name} of a sharded {type(shard_set.inner).__name__}")
+        shard_set.follow_model()
     # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
     # not be among what it does it to.
     engine.param_gather.finish()
     engine.param_buffers.recapture()
     # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
-    impl.split_state()
-    own = [impl.shards[index] for index in indices if index in impl.shards]
-    mains = [shard for shard in own if shard.weights is not None and impl.layout.has_separate_main(shard.param)]
-    if impl.kept_state is not None:  # on all ranks alike
+    shard_set.states.split()
+    own = [shard_set.shards[index] for index in indices if index in shard_set.shards]
+    mains = [shard for shard in own if shard.weights is not None and shard_set.layout.has_separate_main(shard.param)]
+    if shard_set.states.storage is not None:  # on all ranks alike
         # It may put weights into the state, as SPlus does, which would be rounded there.
         raise OptimizerNotShardableError(
-            f"{name} of {type(impl.inner).__name__} cannot be used: it works on main params or state, and "
+            f"{name} of {type(shard_set.inner).__name__} cannot be used: it works on main params or state, and "
             "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
             "steps. Leave these options out"
         )
@@ -155,8 +157,8 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
                 assert shard.weights is not None
                 # Weights may have been written since the last step; a method on stale main params would revert that.
                 begin_step(shard.main, shard.weights, keeps_remainder=shard.keeps_remainder)
-            with impl.groups_of_shards():
-                result = call(impl.inner)
+            with shard_set.groups_of_shards():
+                result = call(shard_set.inner)
             for shard in mains:
                 assert shard.weights is not None
                 # The gather below sends weights, not main params; exact ones, of which nothing remains.
@@ -170,21 +172,21 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
         if not moves:
             return result
     # a rank may have nothing of a bucket that others have moved, so all of them are gathered
-    for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
-        impl.start_gather(bucket, indices, exact=True)
+    for bucket in sorted({shard_set.layout.slots[index].bucket for index in indices}, reverse=True):
+        shard_set.start_gather(bucket, indices, exact=True)
     engine.param_gather.finish()
     # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])
     return result
 
 
-def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
+def _call_on_main_params(shard_set: ShardSet, call: Call) -> Any:
     """Makes the call where 16-bit parameters are whole on every rank: on their main params, with the gradients."""
-    engine = impl.engine
+    engine = shard_set.engine
     engine.check_open()
-    impl.follow_model()
-    with torch.no_grad(), impl.main_params_with_grads() as own:
-        result = call(impl.inner)
+    shard_set.follow_model()
+    with torch.no_grad(), main_params_with_grads(shard_set) as own:
+        result = call(shard_set.inner)
         for shard in own:
             param, part_of = engine.params[shard.param], engine.local_parts.local_view
             part = part_of(param)

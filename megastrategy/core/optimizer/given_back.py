@@ -10,98 +10,23 @@ again: in ``step``, ``state_dict``, ``load_state_dict``, or in the DistributedOp
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..collectives import Collectives
-from ..engine import Engine
-from ..shards import (
-    MAIN_PARAMS,
-    STATE,
-    Gather,
-    OwnParts,
-    as_saved,
-    gather_main_params,
-    gather_state_dict,
-    groups_as_saved,
-    number_params,
-    to_host,
-)
+from ..module import LocalParts
+from ..shards import number_params
 from .state_hooks import without_state_hooks
 
 
-class Stepped(Protocol):
-    """An optimizer whose state is that of shards or main params."""
-
-    inner: Optimizer
-    engine: Engine
-    sharded: bool
-
-    @property
-    def followed_by_id(self) -> dict[int, int]: ...
-
-    @property
-    def owner_collectives(self) -> Collectives | None: ...
-
-    def param_indices(self) -> list[int]: ...
-
-    def is_cut(self, index: int) -> bool: ...
-
-    def own_parts(self, what: str) -> OwnParts: ...
-
-    def stepped_tensor(self, param: Parameter) -> Tensor | None: ...
-
-
-def give_back(stepped: Stepped) -> dict[str, Tensor]:
-    """Puts the whole state into the optimizer, by Parameter. Collective if it is sharded.
-
-    Returns:
-        the main params that a file would have, on the host of rank 0; nothing elsewhere.
-
-    Raises:
-        NotOnAllRanksError: if it is sharded, and not all ranks call this; nothing is changed then.
-    """
-    inner, engine = stepped.inner, stepped.engine
-    numbers = number_params(inner)
-    params: dict[int, Parameter] = {numbers[id(p)]: p for group in inner.param_groups for p in group["params"]}
-    if (owners := stepped.owner_collectives) is None:
-        own = stepped.own_parts(MAIN_PARAMS)
-        main_params = to_host(gather_main_params([], own, None, engine.device))
-        mains = {number: stepped.stepped_tensor(param) for number, param in params.items()}
-        owned = {number: main for number, main in mains.items() if main is not None}
-        saved: dict[str, Any] = {"state": as_saved(inner, owned), "param_groups": groups_as_saved(inner, numbers)}
-    else:
-        engine.collectives.require_all_ranks(f"the first use of a sharded {type(inner).__name__} after close()")
-        everywhere = Gather(owners, engine.device, everywhere=True)
-        saved = gather_state_dict(inner, stepped.followed_by_id, stepped.own_parts(STATE), everywhere, engine.device)
-        cut = [index for index in stepped.param_indices() if stepped.is_cut(index)]
-        on_rank_zero = Gather(owners, engine.device)
-        main_params = gather_main_params(cut, stepped.own_parts(MAIN_PARAMS), on_rank_zero, engine.device)
-    as_grad = engine.local_parts.as_grad
-    state = {number: _shown(values, params.get(number), as_grad, engine) for number, values in saved["state"].items()}
-    _load(inner, {**saved, "state": state})
-    return dict(main_params)
-
-
-def _shown(
-    values: Mapping[str, Any], param: Parameter | None, as_grad: Callable[[Parameter, Tensor], Tensor], engine: Engine
-) -> Mapping[str, Any]:
-    """The state of a tensor-parallel parameter as DTensors, which torch's optimizers keep of one."""
-    if param is None or (part := engine.local_parts.local_view(param)) is param:
-        return values
-    return {
-        name: as_grad(param, value) if isinstance(value, Tensor) and value.shape == part.shape else value
-        for name, value in values.items()
-    }
-
-
-def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Loads a state without the user's hooks, and leaves the groups the objects that they are."""
-    groups, state = optimizer.param_groups, optimizer.state
+def load_as_torchs(optimizer: Optimizer, saved: Mapping[str, Any], local_parts: LocalParts) -> None:
+    """Loads a full state by Parameter, without the user's hooks. The groups stay the objects that they are."""
+    groups, state, numbers = optimizer.param_groups, optimizer.state, number_params(optimizer)
+    params: dict[int, Parameter] = {numbers[id(param)]: param for group in groups for param in group["params"]}
+    by_number = {number: _as_kept(values, params.get(number), local_parts) for number, values in saved["state"].items()}
     others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     loading: Any = optimizer
     is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
@@ -111,12 +36,22 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         loading.__dict__.update(optimizer.__dict__)
         loading.state = collections.defaultdict(dict)
     with without_state_hooks(loading):
-        type(optimizer).load_state_dict(loading, saved)
+        type(optimizer).load_state_dict(loading, {**saved, "state": by_number})
     if is_torchs:
         state.clear()
         state.update(loading.state)
         optimizer.param_groups = groups
     optimizer.state.update(others)
+
+
+def _as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: LocalParts) -> Mapping[str, Any]:
+    """The state of a tensor-parallel parameter as DTensors, which torch's optimizers keep of one."""
+    if param is None or (part := local_parts.local_view(param)) is param:
+        return values
+    return {
+        name: local_parts.as_grad(param, value) if isinstance(value, Tensor) and value.shape == part.shape else value
+        for name, value in values.items()
+    }
 
 
 def remove(handles: Iterable[Any]) -> None:

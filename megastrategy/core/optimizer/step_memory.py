@@ -11,7 +11,7 @@ nothing would tell: trials cannot, whose tensors nobody else reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ def is_shared(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
-def copy_kept_grads(state: MutableMapping[str, Any], grad: Tensor) -> None:
-    """Copies what an optimizer keeps of a gradient in the state of its tensor: itself, views of it, in containers and
-    in objects too."""
-    _copy_in(state, grad.untyped_storage().data_ptr(), set())
+def copy_kept_grads(state: Mapping[Any, Any], stepped: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Copies gradients, and views of them, that an optimizer keeps in its state, in containers and objects too.
+
+    ``stepped``: tensors with their gradients, which are looked for in the tensor's own state.
+    """
+    for tensor, grad in stepped:
+        if grad is not None and (kept := state.get(tensor)):
+            _copy_in(kept, grad.untyped_storage().data_ptr(), set())
 
 
 def _copy_in(items: MutableMapping[Any, Any], storage: int, seen: set[int]) -> None:

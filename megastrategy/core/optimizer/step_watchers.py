@@ -29,7 +29,7 @@ def may_see_shards(hook: H) -> H:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Whether somebody else's hook or wrapper may see the steps of an optimizer inside of a ShardedStep."""
+    """Whether somebody else's hook or wrapper may see the steps of an optimizer inside of a ShardedOptimizer."""
     own_hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     others = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     if own_hooks > 1 or not all(getattr(hook, _MAY_SEE_SHARDS, False) for hook in others):  # one refuses direct use

@@ -27,6 +27,7 @@ from ..errors import OptimizerNotShardableError
 from ..events import EventKind, profiler_range
 from ..layout import Bucket, Owners, Part, Spans
 from ..shards import ParamShard
+from ..trials import Findings
 
 
 @dataclasses.dataclass
@@ -95,11 +96,15 @@ class WholeParams:
 
     Attributes:
         indices: of all of them, in the layout, whoever owns them.
+        groups: the numbers of the groups whose parameters are stepped whole.
+        num_tensors: how many numbers the optimizer keeps for each element, by a parameter's number of dimensions.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, findings: Findings | None) -> None:
         self._engine = engine
         self.indices: set[int] = set()
+        self.groups = set(findings.whole_groups) if findings is not None else set[int]()
+        self.num_tensors = findings.whole_tensors if findings is not None else {}
         self._coming: dict[int, _Coming] = {}  # by bucket
         self._spans: dict[int, Spans] = {}  # by bucket, what each rank steps of it
         self._spans_are_of: tuple[Owners, Sequence[int]] | None = None

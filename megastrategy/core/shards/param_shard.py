@@ -97,7 +97,7 @@ class ParamShard:
 
 
 def take_outside_changes(main: Tensor, weights: Tensor, dtype: torch.dtype) -> None:
-    """Writes the weights into a main param where it does not round to them; see sharded_step's [Note: main params].
+    """Writes the weights into a main param that does not round to them; see sharded_optimizer's [Note: main params].
 
     Args:
         main: fp32.

@@ -176,9 +176,9 @@ def test_the_tool_makes_a_file_of_it_and_a_directory_of_that(folder: Path, tmp_p
 def ranges_of_replicas() -> dict[str, tuple[int, int]]:
     """The shards that this rank has of parameters which all tensor ranks have whole."""
     run = Run(World(2, 2), Kind(), meshes(2))
-    impl, specs = run.optimizer._impl, run.model.layout.params
+    shard_set, specs = run.optimizer._impl.shard_set, run.model.layout.params
     cut_names = run.model.engine.local_parts.cut_params(dict(run.module.named_parameters()))
-    ranges = {specs[index].name: (shard.start, shard.end) for index, shard in impl.shards.items()}
+    ranges = {specs[index].name: (shard.start, shard.end) for index, shard in shard_set.shards.items()}
     return {name: place for name, place in ranges.items() if name not in cut_names}
 
 

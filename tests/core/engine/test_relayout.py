@@ -182,7 +182,7 @@ def test_of_three_ranks_each_has_its_new_third() -> None:
         moved = optimizer.main_params()
         assert len(moved) == (len(model.engine.params) if rank == 0 else 0)
         assert all(torch.equal(moved[name], value) for name, value in main_params.items())
-        for index, shard in optimizer._impl.shards.items():
+        for index, shard in optimizer._impl.shard_set.shards.items():
             start, end = model.layout.owned_range(index, rank) or (0, 0)
             assert shard.numel == end - start
 
@@ -198,7 +198,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         assert isinstance(model.engine.grad_buffers, ContiguousGradBuffers)
         buffers = [model.engine.grad_buffers, *([model.engine.param_buffers] if model.engine.param_buffers else [])]
         old = [weakref.ref(flat) for buffer in buffers for flat in buffer.flats]
-        old += [weakref.ref(shard.main) for shard in optimizer._impl.shards.values() if sharded]
+        old += [weakref.ref(shard.main) for shard in optimizer._impl.shard_set.shards.values() if sharded]
         before = model.layout
         del buffers
         for step in range(2):
@@ -212,7 +212,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         params = bytes_of([*model.engine.params, *flats])
         held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
         grads = [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        state = [shard.main for shard in optimizer._impl.shards.values() if shard.main.dtype != dtype]
+        state = [shard.main for shard in optimizer._impl.shard_set.shards.values() if shard.main.dtype != dtype]
         state += [v for values in optimizer.state.values() for name, v in values.items() if name != "step"]
         used = [i for i, spec in enumerate(model.layout.params) if not spec.name.startswith("never")]
         use, unused = memory_use(model.layout, rank, state_tensors=2), 0
@@ -253,7 +253,7 @@ def test_an_optimizer_that_is_gone_is_left_out() -> None:
         model(batch(rank, 0)).backward()
         gone.step()
         optimizer.step()
-        alive = weakref.ref(gone._impl)
+        alive = weakref.ref(gone._impl.shard_set)
         del gone
         gc.collect()
         group.barrier().wait()  # while a thread collects, another's call returns at once
@@ -298,7 +298,7 @@ def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -
         *model.engine.grad_buffers.flats,
         *(model.engine.param_buffers.flats if model.engine.param_buffers else []),
     ]
-    mains = [shard.main for shard in optimizer._impl.shards.values()]
+    mains = [shard.main for shard in optimizer._impl.shard_set.shards.values()]
     return [
         layout,
         [t.data_ptr() for t in (*flats, *mains, *model.engine.params)],
@@ -363,7 +363,7 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_
         optimizer = DistributedOptimizer(adamw(model), model)
         other = DistributedOptimizer(momentum(model), model)
         model(batch(rank, 0)).backward()
-        alive = weakref.ref(other._impl)
+        alive = weakref.ref(other._impl.shard_set)
         if rank == gone_on:
             del other
             while alive() is not None:  # while another thread collects, a call returns at once

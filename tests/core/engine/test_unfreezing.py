@@ -197,7 +197,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         model(batch(rank, 0)).sum().backward()
         optimizer.step()
         before, buckets = [param.data_ptr() for param in model.engine.params], len(model.layout.buckets)
-        shards = {index: shard.main for index, shard in optimizer._impl.shards.items()}
+        shards = {index: shard.main for index, shard in optimizer._impl.shard_set.shards.items()}
         module[0].requires_grad_(True)
         optimizer.zero_grad()
         model(batch(rank, 1)).sum().backward()
@@ -206,7 +206,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         optimizer.step()
         model(batch(rank, 2)).sum().backward()
         assert [param.data_ptr() for param in model.engine.params][: len(before)] == before
-        assert all(optimizer._impl.shards[index].main is main for index, main in shards.items())
+        assert all(optimizer._impl.shard_set.shards[index].main is main for index, main in shards.items())
         assert model.layout.buckets[buckets].params == (7, 6)
         starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
         assert starts == list(range(len(model.layout.buckets))) == list(range(buckets + 1))

@@ -101,7 +101,7 @@ def test_the_table_has_it_apart() -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         ours = Ours(group, torch.optim.AdamW, torch.bfloat16, **ON_HOST)
-        numel = sum(shard.numel for shard in ours.optimizer._impl.shards.values())
+        numel = sum(shard.numel for shard in ours.optimizer._impl.shard_set.shards.values())
         use = memory_use(ours.model.layout, rank, state_tensors=2)
         assert (use.state_bytes, use.host_bytes) == (4 * numel, 8 * numel)
         line = f"the optimizer's state is on the host between steps: {8 * numel / 2**20:,.2f} MiB, not counted above"
@@ -190,7 +190,7 @@ def test_a_file_is_loaded_past_the_device_unless_somebody_looks_at_it(
 
     def run(rank: int, group: ProcessGroup) -> None:
         ours = Ours(group, make, torch.bfloat16, **ON_HOST)
-        expected = 2 * sum(shard.numel for shard in ours.optimizer._impl.shards.values()) if all_of_it else 0
+        expected = 2 * sum(shard.numel for shard in ours.optimizer._impl.shard_set.shards.values()) if all_of_it else 0
         ours.load(file)
         assert given.pop(id(ours.optimizer.optimizer)) == expected
         assert_same_file(ours.file()["optimizer"]["state"], file["optimizer"]["state"])
@@ -214,8 +214,8 @@ def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(mon
         with TwoMemories() as memories:
             ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
             ours.train(range(2))
-            impl, engine = ours.optimizer._impl, ours.model.engine
-            take = impl.take
+            shard_set, engine = ours.optimizer._impl.shard_set, ours.model.engine
+            take = shard_set.take
 
             def take_from_host(contents: Contents) -> None:
                 parts = [v for values in contents.values() for name, v in values.items() if name.startswith("exp_avg")]
@@ -224,7 +224,7 @@ def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(mon
                 taken.extend(parts)
                 take(contents)
 
-            monkeypatch.setattr(impl, "take", take_from_host)
+            monkeypatch.setattr(shard_set, "take", take_from_host)
             assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, range(4)))
             ours.model.close()
 
@@ -307,7 +307,7 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
                 return super().step(closure)
 
         ours = Ours(group, Watching, torch.float32, **ON_HOST)
-        ours.optimizer._impl.kept_state._offload = Seen(torch.device("cpu"))
+        ours.optimizer._impl.shard_set.states.storage._offload = Seen(torch.device("cpu"))
         assert len(ours.model.layout.buckets) > 1
         ours.train(range(1))  # makes the state
         seen.clear()

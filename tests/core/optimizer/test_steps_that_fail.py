@@ -52,7 +52,7 @@ def train(
             optimizer.step()
         if step == 2:
             begun, done = optimizer.num_steps
-            owns_some = bool(optimizer._impl.shards)
+            owns_some = bool(optimizer._impl.shard_set.shards)
             assert (done < begun) == (rank in armed and owns_some)
     assert torch.stack([param.detach().isfinite().all() for param in module.parameters()]).all()
     return [param.detach().clone() for param in module.parameters()]

@@ -143,13 +143,19 @@ def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, d
         assert len(own) <= math.ceil(len(matrices) / size)
         kept = [value for values in muon.state.values() for value in values.values() if isinstance(value, Tensor)]
         assert sum(value.nbytes for value in kept) == 4 * expected, "momentum is in fp32, as of main params"
-        mains = [shard.main for index, shard in muon._impl.shards.items() if model.layout.params[index].has_main_param]
+        mains = [
+            shard.main
+            for index, shard in muon._impl.shard_set.shards.items()
+            if model.layout.params[index].has_main_param
+        ]
         assert sum(main.nbytes for main in mains) == (4 * expected if dtype == torch.bfloat16 else 0)
-        counts = {**adamw._impl.num_kept(), **muon._impl.num_kept()}
+        counts = {**adamw._impl.shard_set.num_kept(), **muon._impl.shard_set.num_kept()}
         assert sorted(counts.values()) == [1, 1, 2, 2]
         use = memory_use(model.layout, rank, counts, model.engine.owners.rank_of)
         flat = [value for values in adamw.state.values() for value in values.values() if value.dim() > 0]
-        mains += [shard.main for i, shard in adamw._impl.shards.items() if model.layout.params[i].has_main_param]
+        mains += [
+            shard.main for i, shard in adamw._impl.shard_set.shards.items() if model.layout.params[i].has_main_param
+        ]
         assert use.state_bytes == sum(value.nbytes for value in [*kept, *flat, *mains])
         return expected
 
@@ -187,7 +193,7 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
         exchanges = {"all_to_all", "gather_spans", "all_gather"}
         names = [call.name for call in calls.calls if call.name in exchanges]
         assert names[: len(moving)] == len(moving) * ["all_to_all"], "before anything is stepped and gathered"
-        stepped = {layout.slots[param].bucket for param in training.optimizer._impl.param_indices()}
+        stepped = {layout.slots[param].bucket for param in training.optimizer._impl.shard_set.param_indices()}
         assert len(calls.named("all_gather")) == len(stepped - whole)
         sent = sum(call.numel for call in calls.named("all_to_all"))
         expected = sum(
@@ -396,7 +402,7 @@ def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_tim
     def run(rank: int, group: ProcessGroup) -> None:
         module, model = model_on(group)
         optimizer = DistributedOptimizer(optimizers.MatricesAndRest([{"params": list(module.parameters())}]), model)
-        assert not optimizer._impl.whole_params
+        assert not optimizer._impl.shard_set.whole.indices
         for _ in range(2):
             optimizer.param_groups[0]["by_row"] = True
             model(batch(rank, 0)).square().mean().backward()

@@ -231,7 +231,7 @@ def test_a_counter_that_was_set_by_hand_counts_for_its_parameter_alone() -> None
         setup = Setup(group, Many(12))
         for step in range(3):
             if step == 1:
-                shard = setup.optimizer._impl.shards[changed[rank]]
+                shard = setup.optimizer._impl.shard_set.shards[changed[rank]]
                 setup.optimizer.state[shard.main]["step"].fill_(100.0)
             setup.step(ALL, 1.0)
         assert all(map(torch.equal, setup.module.parameters(), module.parameters()))
@@ -351,7 +351,7 @@ def test_a_shard_that_is_kept_apart_does_not_keep_its_neighbours_old_state_alive
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, Many(12), bucket_size=10**6)
         setup.step(ALL, 1.0)
-        (joined,) = setup.optimizer._impl._runs
+        (joined,) = setup.optimizer._impl.shard_set.states._runs
         cut = joined._cut_for_tensors
         assert cut is not None
         whole = cut.whole["exp_avg"]

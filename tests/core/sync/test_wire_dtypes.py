@@ -278,16 +278,16 @@ def test_memory_is_what_the_table_says_to_the_byte(make: MakeOptimizer, name: st
     def run(rank: int, group: ProcessGroup) -> None:
         ours = Ours(group, make, **WIRES[name])
         ours.step(0)
-        engine, impl = ours.model.engine, ours.optimizer._impl
+        engine, shard_set = ours.model.engine, ours.optimizer._impl.shard_set
         assert engine.param_buffers is not None
-        use = memory_use(ours.model.layout, rank, impl.num_kept() or 0, engine.owners.rank_of)
+        use = memory_use(ours.model.layout, rank, shard_set.num_kept() or 0, engine.owners.rank_of)
         changes = [change for change in engine.param_buffers.changes if change is not None]
         assert sum(tensor.nbytes for tensor in [*engine.param_buffers.flats, *changes]) == use.param_bytes
         held = [values for values in vars(engine.grad_buffers).values() if isinstance(values, list)]
         flats = {id(t): t.nbytes for values in held for t in values if type(t) is Tensor and t.dim() == 1 and t.is_leaf}
         views = {id(view) for view in engine.grad_buffers.views}
         assert sum(nbytes for key, nbytes in flats.items() if key not in views) == use.grad_bytes
-        kept = [shard for shard in impl.shards.values() if shard.keeps_remainder]
+        kept = [shard for shard in shard_set.shards.values() if shard.keeps_remainder]
         apart = [shard.main for shard in kept if shard.main is not shard.weights]
         state = [v for values in ours.optimizer.state.values() for v in values.values() if v.dim() > 0]
         assert sum(tensor.nbytes for tensor in [*apart, *state]) == use.state_bytes

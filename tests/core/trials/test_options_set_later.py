@@ -328,6 +328,6 @@ def test_groups_that_are_assigned_are_tried_as_those_that_are_added() -> None:
         model(batch(rank, 0)).square().mean().backward()
         optimizer.step()
         joined = [model.engine.index_by_id[id(param)] for param in optimizer.param_groups[1]["params"]]
-        assert sorted(optimizer._impl.whole_params) == sorted(joined), "norms of whole parameters were found"
+        assert sorted(optimizer._impl.shard_set.whole.indices) == sorted(joined), "norms of whole parameters were found"
 
     run_ranks(2, run)

@@ -1,0 +1,474 @@
+"""This rank's shards and whole parameters of one optimizer, and their life: made, loaded, saved, moved, given back.
+
+Between steps the user's optimizer has the model's Parameters in its groups, and state under what is stepped in their
+places. Checkpoints and the engine need no more of an optimizer than its shard set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..buffers import ParamBuffers
+from ..collectives import Collectives
+from ..engine import Contents, Engine, PerElement, ShardHolder
+from ..errors import DirectUseError, OptimizerNotShardableError
+from ..layout import BufferLayout
+from ..module import collect_garbage, is_used_elsewhere
+from ..shards import (
+    MAIN_PARAM,
+    MAIN_PARAMS,
+    STATE,
+    Gather,
+    MainParamWhenRead,
+    OwnParts,
+    ParamShard,
+    Piece,
+    as_saved,
+    cut_shards,
+    gather_main_params,
+    gather_state_dict,
+    groups_as_saved,
+    load_main_params,
+    main_params_to_come,
+    number_params,
+    shard_state,
+    to_host,
+)
+from ..trials import Findings, is_per_element
+from .extra_params import Strangers
+from .given_back import load_as_torchs, remove
+from .main_param_buffer import MainParamBuffer
+from .shard_states import ShardStates
+from .state_hooks import without_state_hooks
+from .whole_params import WholeParams
+
+
+class ShardSet(ShardHolder):
+    """The parts of its parameters that one optimizer steps on this rank. ``findings``: of its trials, if it is sharded.
+
+    Attributes:
+        inner: the user's optimizer.
+        shards: by parameter (index in the layout): flat shards, and whole parameters that this rank steps.
+        states: the state of flat shards.
+        whole: the parameters that are stepped whole, each by its owner.
+        strangers: the optimizer's parameters that are not the model's.
+        grad_views: the reduced gradients of ``shards``, if it is sharded.
+        main_param_buffers: where every rank steps all: main params of 16-bit parameters, with these.
+        main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
+        hooks: handles of ours on the user's optimizer, which the face registers.
+        is_given_back: the state is by Parameter again, and the optimizer one of torch's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
+        self.inner = optimizer
+        self.engine = engine
+        self.strangers = Strangers(optimizer, engine)
+        self.check_groups()
+        engine.shard_holders.append(weakref.ref(self))
+        self.sharded = self.layout.num_shards > 1
+        self.shards: dict[int, ParamShard] = {}
+        self.states = ShardStates(optimizer, engine, findings)
+        self.whole = WholeParams(engine, findings)
+        self.grad_views: dict[int, Tensor] = {}
+        self.main_param_buffers: list[tuple[tuple[int, ...], MainParamBuffer]] = []
+        self.main_params_to_come: dict[str, Tensor] = {}
+        self.hooks: list[Any] = []
+        self.is_given_back = False
+        self.num_steps_begun = 0
+        self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
+        self._passing_through = False
+        self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
+        self.follow_model()
+
+    # --- as the engine sees it ---------------------------------------------------------------------------------------
+
+    @property
+    def needs_ranks(self) -> bool:  # type: ignore[override]
+        return self.sharded
+
+    @property
+    def is_used_elsewhere(self) -> bool:  # type: ignore[override]
+        return is_used_elsewhere(self.inner)
+
+    @property
+    def has_state_of_main_params(self) -> bool:  # type: ignore[override]
+        return any(map(self.layout.has_separate_main, self.param_indices()))
+
+    @property
+    def layout(self) -> BufferLayout:
+        """The model's layout; it grows when parameters join."""
+        return self.engine.layout
+
+    @property
+    def index_by_id(self) -> dict[int, int]:
+        return self.engine.index_by_id
+
+    def num_kept(self) -> dict[int, int] | None:
+        if (names := self.states.element_names) is None:
+            return None
+        num_whole, indices = self.whole.num_tensors, self.whole.indices
+        dims, most = [len(spec.shape) for spec in self.layout.params], max(num_whole.values(), default=0)
+        return {i: num_whole.get(dims[i], most) if i in indices else len(names) for i in self.param_indices()}
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def followed_by_id(self) -> dict[int, int]:
+        """``index_by_id`` without this optimizer's parameters that have no shards yet: their state is whole on every
+        rank, like that of frozen ones."""
+        if self.is_given_back:
+            return {}
+        waiting = self._not_followed()[0] if self.has_shards else {}
+        return {key: index for key, index in self.index_by_id.items() if index not in waiting}
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether stepping goes through tensors other than the model's Parameters."""
+        return not (self.is_given_back or self.engine.steps_params_themselves)
+
+    def is_cut(self, index: int) -> bool:
+        """Whether ranks have a part of the parameter each: not if its owner has all of it, or every rank has."""
+        return self.sharded and index in self._followed and index not in self.whole.indices
+
+    @property
+    def owner_collectives(self) -> Collectives | None:
+        """The ranks among which elements are divided; None where every rank has all of them."""
+        return self.engine.shard_collectives if self.sharded else None
+
+    def names_by_id(self) -> dict[int, str]:
+        """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
+        return {id(param): name for name, param in self.engine.named_params().items()} | self.strangers.names_by_id()
+
+    def params(self) -> Iterator[Parameter]:
+        """The Parameters in the groups, in their order."""
+        return itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+
+    def param_indices(self) -> list[int]:
+        """The layout's indices of this optimizer's parameters."""
+        return list(self.times_listed())
+
+    def times_listed(self) -> Counter[int]:
+        """The number of times that each of this optimizer's parameters is in its groups, by the layout's index."""
+        return Counter(i for i in map(self.index_by_id.get, map(id, self.params())) if i is not None)
+
+    def followed_index(self, param: Tensor) -> int | None:
+        """The layout's index of a parameter that was given its shards, on whatever ranks; None for any other."""
+        index = self.index_by_id.get(id(param))
+        return index if index in self._followed and not self.is_given_back else None
+
+    def stepped_tensor(self, param: Parameter) -> Tensor | None:
+        """The tensor in its place: this rank's shard, itself if it has no shards, None if all of it is elsewhere."""
+        if (index := self.followed_index(param)) is None:
+            return param
+        return self.shards[index].main if index in self.shards else None
+
+    def why_no_state(self, param: Tensor) -> str | None:
+        """Why nothing is kept under one of the model's Parameters, in words; None for one that is stepped itself."""
+        index = self.followed_index(param)
+        if index is None or self.stepped_tensor(self.engine.params[index]) is param:
+            return None
+        return (
+            f"the state of parameter {self.layout.params[index].name!r} was looked up, and what is stepped in its "
+            "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
+            "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
+            "number alike may be done to optimizer.state.values(). Methods of the optimizer's class are called on that "
+            f"object, not as functions of the class. Or pass {self.engine.all_reduce_option}"
+        )
+
+    def check_groups(self) -> None:
+        """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
+        self.strangers.find()
+
+    def check_whole_groups(self) -> None:
+        """Raises OptimizerNotShardableError if a parameter that is divided was put into a group of whole ones since:
+        its shards would be stepped as if they were parameters."""
+        for number, group in enumerate(self.inner.param_groups):
+            for index in map(self.followed_index, group["params"] if number in self.whole.groups else ()):
+                if index is not None and index not in self.whole.indices:
+                    name = self.layout.params[index].name
+                    raise OptimizerNotShardableError(
+                        f"parameter {name!r} is divided into flat shards, and is in group {number} now, which "
+                        f"{type(self.inner).__name__} steps whole: put it there before the optimizer is wrapped"
+                    )
+
+    # --- shards are made ---------------------------------------------------------------------------------------------
+
+    def follow_model(self) -> None:
+        """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
+        Collective if there are any.
+
+        Until then the state of these is whole on every rank, as it was made when the optimizer was constructed or
+        loaded while they were frozen. From then on it is that of shards.
+        """
+        if not self.has_shards or self.engine.is_closed:
+            return
+        params, whole = self._not_followed()
+        self.whole.check(whole, type(self.inner).__name__)
+        if whole and self.sharded:
+            self.whole.add(whole)
+        if params:
+            self._follow(params)
+
+    def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
+        """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
+        index_by_id, followed = self.index_by_id, self._followed  # asked in each step, for each parameter
+        params: dict[int, Parameter] = {}
+        whole = set[int]()
+        for number, group in enumerate(self.inner.param_groups):
+            for param in group["params"]:
+                index = index_by_id.get(id(param))
+                if index is not None and index not in followed:
+                    params[index] = param
+                    whole.update({index} if number in self.whole.groups else ())
+        return params, whole
+
+    def _follow(self, params: Mapping[int, Parameter]) -> None:
+        buffers, names = self.engine.param_buffers, self.states.element_names
+        if buffers is None:
+            self._add_unsharded(params)
+        else:
+            self._add_shards(params, buffers)
+        for index, param in params.items():
+            state = self.inner.state.pop(param, None)
+            if state and index in self.shards:
+                shard = self.shards[index]
+                # What an optimizer made of a DTensor at construction is one, too, and of the whole's shape.
+                state = {name: self.engine.local_parts.local_view(value) for name, value in state.items()}
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, names)
+        to_come = self.main_params_to_come
+        load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
+        self._followed.update(params)
+        self.keep_loaded(params)
+        self.main_params_to_come = self._main_params_to_come(to_come)
+
+    def _add_unsharded(self, params: Mapping[int, Parameter]) -> None:
+        specs, mains = self.layout.params, dict[int, Tensor]()
+        by_bucket: dict[int, list[int]] = {}
+        for index, param in params.items():
+            mains[index] = self.engine.local_parts.local_view(param)
+            if specs[index].has_main_param:
+                by_bucket.setdefault(self.layout.slots[index].bucket, []).append(index)
+        for indices in by_bucket.values():
+            buffer = MainParamBuffer([mains[index].detach() for index in indices])
+            mains.update(zip(indices, buffer.mains, strict=True))
+            self.main_param_buffers.append((tuple(indices), buffer))
+        self.shards |= {index: ParamShard(index, 0, specs[index].numel, main, None) for index, main in mains.items()}
+
+    def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
+        grads, layout, rank = self.engine.grad_buffers, self.layout, self.engine.collectives.rank
+        for index in indices:
+            if (owned := layout.owned_range(index, rank)) is not None:
+                self.grad_views[index] = grads.reduced(layout.slots[index].bucket, *owned)
+        flat = [index for index in indices if index not in self.whole.indices]
+        self.shards |= cut_shards(flat, layout, rank, buffers.flats, buffers.bitmaps)
+        self.shards |= self.whole.own_shards(self.whole.indices.intersection(indices))
+
+    # --- the user's optimizer, with shards in its groups -------------------------------------------------------------
+
+    def groups_of_shards(self) -> contextlib.AbstractContextManager[None]:
+        """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
+        if not self.has_shards:
+            return contextlib.nullcontext()
+        groups = [group["params"] for group in self.inner.param_groups]
+        return self.groups_of([[t for p in params if (t := self.stepped_tensor(p)) is not None] for params in groups])
+
+    @contextlib.contextmanager
+    def groups_of(self, tensors: Sequence[list[Any]]) -> Iterator[None]:
+        """The optimizer's groups hold these while this is open, and it may be called."""
+        params = [group["params"] for group in self.inner.param_groups]
+        for group, stepped in zip(self.inner.param_groups, tensors, strict=True):
+            group["params"] = stepped
+        try:
+            with self.passing():
+                yield
+        finally:
+            # asked for again: load_state_dict makes new group dictionaries
+            for group, own in zip(self.inner.param_groups, params, strict=True):
+                group["params"] = own
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """The user's optimizer may be called while this is open: it is us who call it."""
+        before, self._passing_through = self._passing_through, True
+        try:
+            yield
+        finally:
+            self._passing_through = before
+
+    def refuse_direct_use(self, *_: Any) -> None:
+        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards.
+
+        After the model was closed, or dropped, it is given back, if it was not yet.
+        """
+        if self._passing_through or self.is_given_back:
+            return
+        if not self.engine.is_closed:
+            collect_garbage()
+            if not self.engine.is_in_use:
+                self.engine.close("later")
+        if self.engine.is_closed:
+            self.give_back(keep_hooks=True)
+        else:
+            raise DirectUseError(
+                "this optimizer steps shards, which it does not hold now: call step(), state_dict() and "
+                "load_state_dict() of the DistributedOptimizer around it, on all ranks (self.optimizers() in a "
+                "LightningModule, what fabric.setup() or accelerator.prepare() returned), not of the optimizer that "
+                "was passed to it"
+            )
+
+    def start_gather(self, bucket: int, indices: Sequence[int], *, exact: bool = False) -> None:
+        """Starts to bring each rank what others have stepped of a bucket; ``indices``: of this optimizer's parameters.
+
+        Where shards and whole parameters lie side by side those alone are sent: the rest is another optimizer's.
+        """
+        self.engine.param_gather.start(bucket, self.whole.spans(bucket, indices), exact=exact)
+
+    # --- saved and loaded --------------------------------------------------------------------------------------------
+
+    def own_parts(self, what: str) -> OwnParts:
+        """This rank's parts of a ``what``, STATE or MAIN_PARAMS. Changes nothing."""
+        shards, option, apart = dict(self.shards), self.engine.all_reduce_option, self.layout.has_separate_main
+        owned = {index: shards.pop(index) for index in self.whole.indices & shards.keys()}
+        names, whole = self.states.element_names, dict[int, Mapping[str, Any]]()
+        if what == STATE:
+            whole |= as_saved(self.inner, {index: shard.main for index, shard in owned.items()}) if owned else {}
+            pieces = self.states.pieces(shards)
+        else:
+            names = {MAIN_PARAM}
+            whole |= {index: {MAIN_PARAM: shard.main} for index, shard in owned.items() if apart(index)}
+            with_main = [shards[index] for index in self.param_indices() if index in shards and apart(index)]
+            pieces = [Piece((shard,), shard.numel, MainParamWhenRead(MAIN_PARAM, shard)) for shard in with_main]
+        return OwnParts(pieces, self.layout, option, names, whole if self.whole.indices else None)
+
+    def full_state(self, gather: Gather | None) -> dict[str, Any]:
+        """The state as torch DDP would have saved it; ``state`` is None on ranks that get nothing. Collective over the
+        ranks that ``gather`` joins; without it every rank has all."""
+        if gather is None:
+            with self.groups_of_shards(), without_state_hooks(self.inner):
+                return self.inner.state_dict()
+        return gather_state_dict(self.inner, self.followed_by_id, self.own_parts(STATE), gather, self.engine.device)
+
+    def full_main_params(self, gather: Gather | None) -> dict[str, Tensor]:
+        """The main params by name, as :meth:`full_state`; empty on ranks that get nothing."""
+        cut = [index for index in self.param_indices() if self.is_cut(index)]
+        return gather_main_params(cut, self.own_parts(MAIN_PARAMS), gather, self.engine.device)
+
+    def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
+        """Keeps state that these parameters (None for all) were given as other state of shards is kept."""
+        indices = self.shards.keys() if indices is None else self.shards.keys() & indices
+        self.states.keep_loaded(self.shards[index] for index in indices)
+
+    def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
+        """Takes over saved main params, those of parameters without shards until they have some.
+
+        Raises:
+            CheckpointError: if a shape does not fit, before anything is changed.
+        """
+        to_come = self._main_params_to_come(main_params)
+        load_main_params(main_params, self.shards, self.layout)
+        self.main_params_to_come = to_come
+
+    def _main_params_to_come(self, main_params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The main params of parameters (parts) in the groups that have no shards yet."""
+        names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
+        params, part_of = {id(param): param for param in self.params()}, self.engine.local_parts.local_view
+        waiting = {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - followed}
+        remainders = self.sharded and self.engine.config.param_wire_dtype is not None
+        return main_params_to_come(main_params, waiting, with_remainders=remainders)
+
+    # --- given back --------------------------------------------------------------------------------------------------
+
+    def give_back(self, *, keep_hooks: bool = False) -> None:
+        """See given_back's [Note: when an optimizer is given back]. ``keep_hooks``: one of them is running.
+
+        Raises:
+            NotOnAllRanksError: if it is sharded, and not all ranks call this; nothing is changed then.
+        """
+        if self.has_shards:
+            engine, inner = self.engine, self.inner
+            if (owners := self.owner_collectives) is None:
+                numbers = number_params(inner)
+                stepped = {numbers[id(p)]: t for p in self.params() if (t := self.stepped_tensor(p)) is not None}
+                saved = {"state": as_saved(inner, stepped), "param_groups": groups_as_saved(inner, numbers)}
+                main_params = to_host(self.full_main_params(None))
+            else:
+                what = f"the first use of a sharded {type(inner).__name__} after close()"
+                engine.collectives.require_all_ranks(what)
+                saved = self.full_state(Gather(owners, engine.device, everywhere=True))
+                main_params = self.full_main_params(Gather(owners, engine.device))
+            load_as_torchs(inner, saved, engine.local_parts)
+            self.main_params_to_come |= main_params
+            self.is_given_back, self.sharded = True, False
+            self._drop_shards()
+            engine.release_groups()
+        if not keep_hooks:
+            remove(self.hooks)
+            self.hooks = []
+            self.inner.__dict__.pop("__getstate__", None)
+
+    def _drop_shards(self) -> None:
+        self.shards, self.grad_views = {}, {}
+        self.states.drop_runs()
+
+    # --- another layout ----------------------------------------------------------------------------------------------
+
+    def describe(self) -> Contents | None:
+        if not self.states.in_parts:
+            return None
+        self.states.split()
+        contents: Contents = {}
+        for index, shard in self.shards.items():
+            if not shard.is_cut:
+                continue
+            contents[index] = {MAIN_PARAM: PerElement(torch.float32)} if self.layout.has_separate_main(index) else {}
+            for name, value in self.inner.state.get(shard.main, {}).items():
+                if is_per_element(name, value, shard.main.shape, self.states.element_names):
+                    value = PerElement(value.dtype)
+                elif isinstance(value, Tensor) and value.numel() > 1:
+                    return None  # no part of it is known to be this shard's
+                elif not isinstance(value, Tensor | int | float | str | None):
+                    return None  # an object, which may not be one rank's to give or to copy
+                contents[index][name] = value
+        return contents
+
+    def part(self, param: int, name: str) -> Tensor | None:
+        shard = self.shards.get(param)
+        if shard is None or name == MAIN_PARAM:
+            return shard.main_param() if shard is not None else None
+        part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
+        return part
+
+    def copy_of(self, name: str, part: Tensor) -> Tensor:
+        return part.clone() if name == MAIN_PARAM else self.states.copy_of(part)
+
+    def release(self) -> None:
+        states = {index: self.inner.state.pop(shard.main, None) for index, shard in self.shards.items()}
+        self._staying = {index: (self.shards[index], states[index]) for index in self.whole.indices & states.keys()}
+        self._drop_shards()
+
+    def take(self, contents: Contents) -> None:
+        buffers, state = self.engine.param_buffers, self.inner.state
+        assert buffers is not None, "sharded"
+        self._add_shards(contents.keys() | self.whole.indices, buffers)
+        for index, values in contents.items():
+            if (main := values.pop(MAIN_PARAM, None)) is not None:
+                self.shards[index].set_main_param(main)
+            if values:
+                state[self.shards[index].main] = values
+        # An owner keeps its parameters in every layout; the memory that the model reads is another.
+        for index, (before, kept) in self._staying.items():
+            if self.layout.has_separate_main(index):
+                self.shards[index].main.copy_(before.main)
+            if kept:
+                state[self.shards[index].main] = kept
+        self._staying = {}
+        self.keep_loaded(contents)

@@ -1,0 +1,182 @@
+"""The optimizer's state of this rank's shards, in its two forms: by shard between steps, by run in a step.
+
+Checkpoints, users and moves to another layout see the state of single shards. In a step neighbouring shards are one
+tensor, a run, and so is their state (flat_run's [Note: runs]). With a state storage the state is in neither form while
+it is stepped: see state_storage's [Note: kept state].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine
+from ..errors import OptimizerNotShardableError
+from ..shards import CHUNK_NUMEL, FlatRun, ParamShard, Piece, build_runs, own_state
+from ..trials import Findings
+
+if TYPE_CHECKING:  # only those import it who ask for it
+    from ..shards.state_storage import KeptState
+
+
+class ShardStates:
+    """The state of one optimizer's shards.
+
+    Attributes:
+        element_names: names of the state that has one number for each element, as far as trials and steps have shown;
+            None if nothing is sharded.
+        in_parts: whether one step may be several calls with some of the shards each: the optimizer keeps nothing but
+            tensors in its state.
+        storage: keeps state or main params in 16 bits, or state on the host; None where they are kept as they are
+            stepped.
+        group_of: the number of the group of each parameter, when the runs were built.
+        times: the number of times that each parameter is in its group then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
+        self._optimizer, self._engine = optimizer, engine
+        self._is_on_cpu = engine.device.type == "cpu"
+        self.element_names = set(findings.element_names) if findings is not None else None
+        self.in_parts = findings is not None and findings.in_parts
+        self.storage = self._storage()
+        self._runs: list[FlatRun] = []
+        self._members: list[list[int]] = []  # the parameters of each group when the runs were built
+        self._is_joined = False  # whether the state is by run
+        self.group_of: dict[int, int] = {}
+        self.times = Counter[int]()
+
+    def _storage(self) -> KeptState | None:
+        layout = self._engine.layout
+        if not layout.steps_in_slices:
+            return None
+        if (reason := self.why_not_in_pieces()) is not None:
+            raise OptimizerNotShardableError(reason)
+        from ..shards.state_storage import KeptState
+
+        return KeptState(self._optimizer, layout.state_dtype, self._engine.device, offloads=layout.offloads_state)
+
+    def why_not_in_pieces(self) -> str | None:
+        """Returns the reason why shards may not be stepped in pieces; None if they may, or need not be."""
+        if not self._engine.layout.steps_in_slices or self.in_parts:
+            return None
+        return (
+            f"{type(self._optimizer).__name__} keeps more than state of tensors (a count of its calls, say), and with "
+            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states it is called for one piece of "
+            "the shards after the other. Leave these options out"
+        )
+
+    def learn(self, findings: Findings) -> str | None:
+        """Adds the findings of later trials; returns :meth:`why_not_in_pieces`."""
+        assert self.element_names is not None, "sharded"
+        self.element_names |= findings.element_names
+        self.in_parts = self.in_parts and findings.in_parts
+        return self.why_not_in_pieces()
+
+    # --- the two forms -----------------------------------------------------------------------------------------------
+
+    def join(self, shards: Mapping[int, ParamShard], with_grads: Set[int]) -> list[FlatRun]:
+        """Makes the state that of the runs, and returns the runs that have gradients to step with.
+
+        Runs are built anew only if groups or layout changed, if one shard of a run has a gradient and its neighbour
+        none, or if loaded state tells the shards of a run apart.
+        """
+        index_by_id = self._engine.index_by_id
+        members = [[index_by_id.get(id(param), -1) for param in g["params"]] for g in self._optimizer.param_groups]
+        stepping = set(with_grads & shards.keys())
+        state, names = self._optimizer.state, self.element_names
+        if members != self._members or any(
+            len({shard.param in stepping for shard in run.shards}) > 1
+            or (not self._is_joined and not run.has_one_history(state, names))
+            for run in self._runs
+        ):
+            self.split()
+            self._members = members
+            self._build_runs(shards, stepping)
+        if not self._is_joined:
+            for run in self._runs:
+                run.join_state(state, names, self._chunk_numel(run))
+            self._is_joined = True
+        return [run for run in self._runs if run.shards[0].param in stepping]
+
+    def _build_runs(self, shards: Mapping[int, ParamShard], stepping: set[int]) -> None:
+        members, groups, buffers = self._members, self._optimizer.param_groups, self._engine.param_buffers
+        assert buffers is not None, "sharded"
+        self.group_of = {index: number for number, indices in enumerate(members) for index in indices}
+        self.times = Counter(index for indices in members for index in indices)
+        by_group = [[shards[index] for index in dict.fromkeys(indices) if index in shards] for indices in members]
+        apart = {number for number, group in enumerate(groups) if not self.may_join(group)}
+        was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
+        state, names = self._optimizer.state, self.element_names
+        layout, reduced = self._engine.layout, self._engine.grad_buffers.reduced
+        self._runs = build_runs(by_group, self.times, apart, stepping, layout, buffers.flats, reduced, state, names)
+        for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
+            if len(run.shards) == 1 and run.shards[0].param in was_joined:
+                own_state(state.get(run.main, {}))
+
+    def split(self, *, replace: bool = False) -> None:
+        """Makes the state that of single shards until the next step; ``replace``: another state is about to be
+        loaded."""
+        if self._is_joined:
+            for run in self._runs:
+                run.split_state(self._optimizer.state, self.element_names)
+                if self.element_names is not None:  # state may come into being later than the probe's first step
+                    self.element_names |= run.element_names(self.element_names)
+            self._is_joined = False
+        if replace:
+            for run in self._runs:
+                run.forget_state()
+
+    def cut_begun(self, runs: Iterable[FlatRun]) -> None:
+        """Cuts the state that a first step has made in one piece into that of chunks, which later steps see."""
+        for run in runs:
+            if run.begins:
+                run.split_state(self._optimizer.state, self.element_names)
+                run.join_state(self._optimizer.state, self.element_names, self._chunk_numel(run))
+
+    def drop_runs(self) -> None:
+        """Lets go of the runs, whose memory is needed. The state has been split."""
+        self._runs, self._members = [], []
+
+    def may_join(self, group: Mapping[str, Any]) -> bool:
+        """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
+        return self.in_parts and not (group.get("fused") and self._is_on_cpu)
+
+    def _chunk_numel(self, run: FlatRun) -> int:
+        """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
+        if self.storage is not None:  # which cuts runs itself, while their state is fp32
+            return run.main.numel()
+        group = self._optimizer.param_groups[run.group]
+        in_chunks = self.may_join(group) and self._is_on_cpu and not group.get("foreach")
+        return CHUNK_NUMEL if in_chunks else run.main.numel()
+
+    def pieces(self, shards: Mapping[int, ParamShard]) -> list[Piece]:
+        """The state of these shards as it is to be saved, in either form. Changes nothing."""
+        state, names, joined = self._optimizer.state, self.element_names, set[int]()
+        pieces: list[Piece] = []
+        for run in self._runs if self._is_joined else ():
+            pieces.append(Piece(run.shards, run.main.numel(), run.joined_state(state, names)))
+            joined.update(shard.param for shard in run.shards)
+        single = (shard for index, shard in shards.items() if index not in joined)
+        pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in single]
+        if self.storage is not None:
+            pieces = [Piece(piece.shards, piece.numel, self.storage.as_saved(piece.state)) for piece in pieces]
+        return pieces
+
+    # --- loaded state ------------------------------------------------------------------------------------------------
+
+    def keep_loaded(self, shards: Iterable[ParamShard]) -> None:
+        """Keeps state that shards were given as other state of shards is kept."""
+        if self.storage is not None:
+            self.storage.keep_loaded(list(shards), self.element_names)
+
+    def stays_here(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
+        """The names of loaded state that is kept on the host."""
+        return self.storage.stays_here(shard, values, self.element_names) if self.storage is not None else ()
+
+    def copy_of(self, part: Tensor) -> Tensor:
+        """A copy of a part of the state, in the memory in which state is kept."""
+        return part.clone() if self.storage is None else self.storage.copy_of(part)

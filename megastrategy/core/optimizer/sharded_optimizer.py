@@ -1,0 +1,374 @@
+"""The step of one sharded optimizer, and the gathers of new weights under it.
+
+[Note: main params]
+A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
+rounding. Before each step the two are compared element by element; where the weight is not the rounding of the main
+param, user code changed it (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the weight's
+value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
+
+[Note: bucket by bucket]
+With ``overlap_param_gather`` the optimizer is called once for each bucket, with this rank's part of it in its groups,
+and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
+tensor by itself and counts nothing else, which a probe finds out (``Findings.in_parts``). For other optimizers, and
+where user code watches the steps, the optimizer is called once, and all gathers follow.
+
+[Note: hooks and wrappers]
+A hook on the step, or a wrapper around it, may read gradients, weights and their shapes. On shards a norm, a mean over
+rows, or a test of ``dim()`` would silently give another result. So the user's optimizer is called with the model's
+Parameters in its groups, as at any other time: before the step each ``.grad`` is a stand-in, which refuses to be
+misread and may be written, and after it all weights are full. The groups hold shards only while the class's own step
+runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine
+from ..errors import CollectiveError
+from ..events import EventKind
+from ..shards import FlatRun, begin_step, drop_remainders, end_step
+from ..trials import Findings, LaterTrials, StepArguments
+from ..wire import wire_part
+from .optimizer_checks import sending_nothing
+from .shard_set import ShardSet
+from .step_memory import bring_back, copy_kept_grads, is_shared
+from .step_watchers import InnermostCall, is_watched
+from .unsharded_step import step_main_params
+from .whole_params import WholeParam
+
+if TYPE_CHECKING:
+    from ..shards.state_storage import KeptState, StepPiece
+
+Steppable: TypeAlias = "FlatRun | WholeParam | StepPiece"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A step that has begun.
+
+    Attributes:
+        indices: the optimizer's parameters, by index in the layout.
+        with_grads: the parameters that this rank steps.
+        runs: their shards, neighbours joined.
+        changing: buckets in which any rank steps something; all ranks gather them.
+        order: the buckets, in the order in which they are stepped.
+    """
+
+    indices: list[int]
+    with_grads: Set[int]
+    runs: list[FlatRun]
+    changing: Set[int]
+    order: list[int]
+
+
+class ShardedOptimizer:
+    """Steps what a :class:`~.shard_set.ShardSet` has; the inside of one :class:`~megastrategy.DistributedOptimizer`.
+
+    Attributes:
+        num_steps_done: the steps so far that were completed on this rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
+        self.shard_set = ShardSet(optimizer, engine, findings)
+        self.inner, self.engine = optimizer, engine
+        self.num_steps_done = 0
+        self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
+        self._arguments = StepArguments()  # the arguments of the step that is under way
+        self._may_communicate = findings is not None and findings.may_communicate
+        self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
+
+    def finish_grads(self) -> None:
+        """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use.
+
+        Without shards ``.grad`` is the truth, local or not, as under torch DDP.
+        """
+        engine, shard_set = self.engine, self.shard_set
+        engine.check_open()
+        if shard_set.sharded:
+            engine.finish_grad_sync()
+        shard_set.follow_model()
+        if shard_set.sharded:
+            engine.grad_buffers.adopt_written_grads(shard_set.param_indices())
+        else:
+            engine.grad_buffers.cut_grads(shard_set.param_indices())
+            engine.reducer.tokens.finish_on_this_rank()
+
+    # --- trials of what is new ---------------------------------------------------------------------------------------
+
+    def try_arguments(self, arguments: StepArguments) -> str | None:
+        """Says why shards cannot be stepped with arguments that are new, by trial steps; None if they can."""
+        if (trials := self._later_trials) is None:
+            return None
+        return self._learn(trials.of_arguments(arguments, self.shard_set.layout.main_dtype))
+
+    def try_options(self) -> str | None:
+        """Says why shards cannot be stepped with groups or options that are new, by trial steps; None if they can."""
+        if (trials := self._later_trials) is None:
+            return None
+        return self._learn(trials.of_options(self.engine.known_findings, self.shard_set.layout.main_dtype))
+
+    def _learn(self, findings: Findings | None) -> str | None:
+        if findings is None or findings.reason is not None:
+            return None if findings is None else findings.reason
+        self.shard_set.whole.groups |= findings.whole_groups
+        return self.shard_set.states.learn(findings)
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step_params(self, arguments: StepArguments) -> Any:
+        """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
+        if (closure := arguments.closure) is None:
+            self._begin_step()
+        else:
+
+            def evaluate() -> Any:
+                loss = closure()
+                self._begin_step()
+                return loss
+
+            arguments = arguments.with_closure(evaluate)
+        result = arguments.call(self.inner.step)
+        shared = ((p, grad) for p in self.shard_set.params() if (grad := p.grad) is not None and is_shared(grad))
+        copy_kept_grads(self.inner.state, shared)
+        self.engine.emit(EventKind.STEP_END, 0)
+        self.num_steps_done += 1
+        return result
+
+    def step(self, arguments: StepArguments) -> None:
+        """Steps what this rank owns; ``arguments`` are those of the user's ``step``, without the closure."""
+        self.finish_grads()
+        self._arguments, storage = arguments, self.shard_set.states.storage
+        if not self.shard_set.sharded:
+            self._begin_step()
+            step_main_params(self.shard_set, arguments)
+            self.engine.emit(EventKind.STEP_END, 0)
+        else:
+            try:
+                self._step_watched() if is_watched(self.inner) else self._step_shards()
+            finally:
+                if storage is not None:
+                    storage.end_step(self.engine.collectives)
+        # A wrapper of user code may have left the step out: then none has begun, and none is counted.
+        self.num_steps_done = self.shard_set.num_steps_begun
+        if self._later_trials is not None:
+            self._later_trials.end_step()
+
+    def _begin_step(self) -> None:
+        self.shard_set.num_steps_begun = self.num_steps_done + 1
+        self.shard_set.strangers.warn_once()
+        if not self.shard_set.sharded:
+            self.engine.reducer.tokens.finish_on_this_rank()
+        self.engine.emit(EventKind.STEP_START, 0)
+
+    def _step_watched(self) -> None:
+        """Calls the optimizer once, with the model's Parameters in its groups; see [Note: hooks and wrappers]."""
+
+        def innermost() -> contextlib.AbstractContextManager[None]:
+            self.finish_grads()  # again, now that hooks have run: one may have written a gradient
+            return self._in_one_call(self._begin_shards())
+
+        with self.shard_set.passing(), InnermostCall(self.inner, innermost):
+            self._arguments.call(self.inner.step)
+
+    @contextlib.contextmanager
+    def _in_one_call(self, begun: _Begun) -> Iterator[None]:
+        """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
+        storage, buckets = self.shard_set.states.storage, sorted(begun.changing, reverse=True)
+        whole = [param for bucket in begun.order for param in self._whole_params_ready_in(bucket, begun.with_grads)]
+        flat = begun.runs if storage is None else storage.whole_pieces(begun.runs)
+        with (
+            self._gathering_after_an_error(begun, buckets),
+            self._holding([*flat, *whole], with_strangers=True),
+        ):
+            yield
+        self._end_shards(begun, buckets)
+
+    def _step_shards(self) -> None:
+        engine, shard_set, begun = self.engine, self.shard_set, self._begin_shards()
+        states, storage = shard_set.states, shard_set.states.storage
+        has_some = bool(begun.runs) or shard_set.whole.owns_any
+        is_early = engine.config.overlap_param_gather is not False
+        # In parts also where gathers wait for the end of the step, so as not to have all state in fp32 at once.
+        if not ((is_early or storage is not None) and has_some and states.in_parts):
+            with self._in_one_call(begun):
+                self._arguments.call(self.inner.step)
+            return
+        to_gather = [bucket for bucket in begun.order if bucket in begun.changing]
+        try:
+            if storage is not None:
+                cuts = {run.group: states.may_join(self.inner.param_groups[run.group]) for run in begun.runs}
+                storage.begin_step(begun.runs, begun.order, cuts, states.element_names)
+            for bucket in begun.order:
+                flat: Sequence[Steppable] = [run for run in begun.runs if run.bucket == bucket]
+                whole = self._whole_params_ready_in(bucket, begun.with_grads)
+                with self._gathering_after_an_error(begun, to_gather):
+                    if storage is not None:
+                        self._step_pieces(storage, bucket)
+                        flat = ()
+                    self._step_runs([*flat, *whole])
+                if is_early and to_gather and bucket == to_gather[0]:
+                    shard_set.start_gather(to_gather.pop(0), begun.indices)
+            with self._gathering_after_an_error(begun, to_gather):
+                self._step_runs([], with_strangers=bool(shard_set.strangers.grads()))
+        except BaseException:  # code that catches it may read weights: none may be on its way
+            with contextlib.suppress(CollectiveError):
+                engine.param_gather.finish()
+            raise
+        self._end_shards(begun, to_gather)
+
+    @contextlib.contextmanager
+    def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
+        """Gathers these buckets as the optimizer's own step has left them, where that fails in the block.
+
+        Hazard: ranks have different parameters, so a step that fails on all of them fails at another bucket on each,
+        and not at all on one that has none. Code that catches the error goes on; then all ranks must have launched the
+        same collectives and have the same weights, with none on its way. Where a collective failed the other ranks do
+        not come to the next ones, so nothing is launched.
+        """
+        engine = self.engine
+        assert engine.param_buffers is not None, "sharded"
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except BaseException:
+            with contextlib.suppress(CollectiveError):
+                for bucket in buckets:
+                    if (change := engine.param_buffers.change(bucket)) is not None:
+                        change.zero_()  # the last step's, and no weight has changed
+                    self.shard_set.start_gather(bucket, begun.indices)
+                engine.param_gather.finish()
+            raise
+
+    def _begin_shards(self) -> _Begun:
+        engine, shard_set, layout = self.engine, self.shard_set, self.shard_set.layout
+        assert engine.param_buffers is not None, "sharded"
+        indices, whole = shard_set.param_indices(), shard_set.whole
+        whole.check_others_are_not_owned(indices)
+        shard_set.check_whole_groups()
+        engine.param_gather.finish()
+        engine.param_buffers.recapture()
+        changing_params, has_grad = self._changing(indices), engine.grad_buffers.has_grad
+        with_grads = {index for index in changing_params if has_grad[index]}
+        shards = shard_set.shards
+        if whole.indices:
+            shards = {index: shard for index, shard in shards.items() if shard.is_cut}
+        runs = shard_set.states.join(shards, with_grads)
+        changing = {layout.slots[index].bucket for index in changing_params}
+        self._begin_step()
+        # buckets are numbered as backward meets them, and the next forward needs the last of them first
+        order = sorted(changing | {run.bucket for run in runs}, reverse=True)
+        if whole.indices:
+            whole.start(order, changing_params)
+        return _Begun(indices, with_grads, runs, changing, order)
+
+    def _changing(self, indices: Iterable[int]) -> set[int]:
+        """The parameters that some rank may step.
+
+        The same on all ranks, as it depends only on what they share (``requires_grad``, reductions): a gradient may be
+        written on one rank only. A parameter frozen after its gradient was reduced is stepped once more, with that.
+        """
+        params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self._reductions
+        return {i for i in indices if params[i].requires_grad or reductions[i] != stepped.get(i, 0)}
+
+    def _end_shards(self, begun: _Begun, to_gather: Iterable[int]) -> None:
+        engine = self.engine
+        engine.emit(EventKind.STEP_END, 0)
+        for bucket in to_gather:
+            self.shard_set.start_gather(bucket, begun.indices)
+        if engine.config.overlap_param_gather == "forward":
+            engine.param_gather.defer()
+        else:
+            engine.param_gather.finish()
+        self.shard_set.states.cut_begun(begun.runs)
+        # a backward through a graph from before the step must raise, as it does where torch's optimizers step
+        torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])
+        num_reductions = map(engine.reducer.num_reductions.__getitem__, begun.indices)
+        self._reductions.update(zip(begun.indices, num_reductions, strict=True))
+
+    # --- the calls of the user's optimizer ---------------------------------------------------------------------------
+
+    def _whole_params_ready_in(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
+        """The whole parameters of a bucket that this rank owns and whose gradients have arrived."""
+        states, slots, shards = self.shard_set.states, self.shard_set.layout.slots, self.shard_set.shards
+        return [
+            WholeParam(bucket, states.group_of[index], slots[index].start, shards[index], grad, states.times[index])
+            for index, grad in self.shard_set.whole.arrived(bucket).items()
+            if index in with_grads
+        ]
+
+    def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
+        """Calls the optimizer with these in its groups, if there are any; with strangers in one call a step."""
+        if runs or with_strangers:
+            with self._holding(runs, with_strangers=with_strangers):
+                self._arguments.call(self.inner.step)
+
+    def _step_pieces(self, storage: KeptState, bucket: int) -> None:
+        """Calls the optimizer with the pieces of a bucket's shards, one list of them after the other."""
+        for pieces in storage.pieces(bucket, self.shard_set.states.element_names):
+            with self._holding(pieces, with_strangers=False):
+                self._arguments.call(self.inner.step)
+            del pieces  # before the next ones are made
+
+    @contextlib.contextmanager
+    def _holding(self, runs: Sequence[Steppable], *, with_strangers: bool) -> Iterator[None]:
+        """These are in the optimizer's groups, with their gradients, while this is open."""
+        stepped = self.shard_set.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
+        tensors = [tensor for run in runs for tensor in run.tensors]
+        places = [tensor.detach() for tensor in tensors]
+        watching = sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
+        try:
+            with self._widened(runs), self._main_params_loaded(runs):
+                for run in runs:
+                    run.set_grad()
+                    stepped[run.group] += run.tensors * run.times
+                grads = [tensor.grad for tensor in tensors]
+                try:
+                    with self.shard_set.groups_of(stepped), watching:
+                        yield
+                finally:  # after an error too: the next step is of the same tensors
+                    bring_back(tensors, places)
+                copy_kept_grads(self.inner.state, zip(tensors, grads, strict=True))
+        finally:
+            for tensor in tensors:
+                tensor.grad = None
+
+    def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
+        """The state of pieces is fp32, and on the device, while this is open, where it is kept otherwise."""
+        if (storage := self.shard_set.states.storage) is None:
+            return contextlib.nullcontext()
+        return storage.widened(runs, self.shard_set.states.element_names, self.shard_set.layout)
+
+    @contextlib.contextmanager
+    def _main_params_loaded(self, runs: Sequence[Steppable]) -> Iterator[None]:
+        """On entry copies outside changes of weights into main params; on exit writes these back into the weights."""
+        begun: list[tuple[Steppable, Tensor]] = []
+        try:
+            for run in runs:
+                if run.weights is not None:
+                    begun.append((run, run.weights))
+                    begin_step(run.main, run.weights, keeps_remainder=run.keeps_remainder)
+            yield
+            while begun:
+                run, weights = begun[-1]
+                end_step(run.main, weights, self._change_of(run), run.bits)
+                begun.pop()
+        finally:
+            # A step that failed is lost where the weights did not get it: the next one begins with the weights.
+            drop_remainders(run for run, _ in begun)
+
+    def _change_of(self, run: Steppable) -> Tensor | None:
+        """The place from which the change of a run's weights is sent; None where weights are sent themselves."""
+        buffers = self.engine.param_buffers
+        assert buffers is not None, "sharded"
+        if (change := buffers.change(run.bucket)) is None:
+            return None
+        start = run.start - self.shard_set.layout.buckets[run.bucket].start
+        return wire_part(change, start, start + run.main.numel())
