@@ -138,7 +138,7 @@ class GradBuffers(ABC):
             self._reduced.append(False)
             buffer, sums = layout.buffers[bucket.buffer], None
             if buffer.has_separate_sums:  # they outlive the bucket, which accumulates anew
-                sums = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
+                sums = torch.zeros(bucket.shard_numel, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(sums)
         self._place(first, grads)
 

@@ -74,7 +74,7 @@ class ParamBuffers:
             self.changes.append(changes)
             bitmap = None
             if buffer.keeps_main_bits and not self._memory:  # eight elements a byte
-                numel = buffer.numel // layout.num_shards // 8
+                numel = buffer.shard_numel // 8
                 bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
             self.bitmaps.append(bitmap)
         self._addresses += [0] * (len(self._parts) - first)

@@ -211,7 +211,7 @@ class PooledGradBuffers(GradBuffers):
 
 def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:
     """Plans the piece with elements ``[start, end)`` of every shard of the bucket, one shard's after the other's."""
-    shard_numel = bucket.numel // layout.num_shards
+    shard_numel = bucket.shard_numel
     copies: list[_Copy] = []
     staged = 0
     # the shards lie side by side: all of them are one stretch
@@ -220,7 +220,7 @@ def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _
         if (start, end) == (0, shard_numel)
         else [
             (bucket.start + shard * shard_numel + start, bucket.start + shard * shard_numel + end)
-            for shard in range(layout.num_shards)
+            for shard in range(bucket.domain.num_shards)
         ]
     )
     for stretch_start, stretch_end in stretches:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..config import SHARD_OPTIONS, DistributedDataParallelConfig
+from .domain import Domain
 from .layout import (
     NCCL_ALIGNMENT_NUMEL,
     PARAM_ALIGNMENT_NUMEL,
@@ -81,7 +82,8 @@ def build_layout(
     Raises:
         ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
     """
-    num_shards = _num_shards(config, dp_size)
+    domain = Domain.of_all(dp_size, _num_shards(config, dp_size))
+    num_shards = domain.num_shards
     # Checkpoints and ranks' digests know parameters by name.
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
@@ -92,14 +94,13 @@ def build_layout(
 
     order = range(len(specs))[::-1] if order is None else order
     assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
-    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))  # no set: all ranks need one order
+    kind_of = [(spec.dtype, spec.grad_dtype, spec.domain or domain) for spec in specs]
+    kinds = list(dict.fromkeys(kind_of))  # no set: all ranks need one order
     numels = [0] * len(kinds)
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
-        units = placement_units(
-            [s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
-        )
+        units = placement_units([s.chunk for s in specs], [i for i in order if kind_of[i] == kind])
         # Each buffer begins with small buckets: its first gradients are early too.
         minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
@@ -117,7 +118,7 @@ def build_layout(
     # A bucket is complete when its last parameter is, so that decides the order between dtypes.
     completed = {index: place for place, index in enumerate(order)}
     drafts.sort(key=lambda draft: max(completed[index] for index in draft[3]))
-    buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
+    buckets = tuple(Bucket(index, *draft, kinds[draft[0]][2]) for index, draft in enumerate(drafts))
     bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
     slots = tuple(
         ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
@@ -126,20 +127,19 @@ def build_layout(
     pooled = config.grad_buffer == "pooled" and num_shards > 1  # else no shard is smaller than the gradients
     sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
     buffers = []
-    for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
+    for (dtype, grad_dtype, owners), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT_DTYPES else grad_dtype
         sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
         apart = pooled or sum_dtype != sent
         in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
-        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, apart, sent, weights_sent, in_bits))
+        buffers.append(Buffer(dtype, grad_dtype, numel, owners, sum_dtype, apart, sent, weights_sent, in_bits))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
         buffers=tuple(buffers),
         buckets=buckets,
-        dp_size=dp_size,
-        num_shards=num_shards,
+        domain=domain,
         piece_numel=round_up(size, alignment) if pooled else None,
         state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
         offloads_state=config.offload_optimizer_states and num_shards > 1,

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..wire import wire_nbytes
+from .domain import Domain
 from .recurrent_weights import ChunkPlace
 
 # 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. And a block of
@@ -61,7 +62,8 @@ class ParamSpec:
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
     a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
     together; see recurrent_weights' [Note: weights in one chunk]. ``reserved_numel``: the elements that are
-    set aside for it; see local_parts' [Note: one layout on all tensor ranks].
+    set aside for it; see local_parts' [Note: one layout on all tensor ranks]. ``domain``: of the ranks
+    that hold the same elements; None if all data-parallel ranks do.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ParamSpec:
     chunk: ChunkPlace | None = None
     reserved_numel: int = 0  # at least numel: see __post_init__
     needs_own_bucket: bool = False
+    domain: Domain | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reserved_numel", max(self.reserved_numel, self.numel))
@@ -101,7 +104,8 @@ class Bucket:
     """Elements ``[start, end)`` of buffer ``buffer``, reduced by one collective; ``index`` is its place in the launch
     order.
 
-    ``params`` are indices into :attr:`BufferLayout.params`, in the order of their addresses.
+    ``params`` are indices into :attr:`BufferLayout.params`, in the order of their addresses; ``domain`` is of the ranks
+    that reduce it.
     """
 
     index: int
@@ -109,15 +113,21 @@ class Bucket:
     start: int
     end: int
     params: tuple[int, ...]
+    domain: Domain
 
     @property
     def numel(self) -> int:
         return self.end - self.start
 
+    @property
+    def shard_numel(self) -> int:
+        """The elements that each owner owns."""
+        return self.numel // self.domain.num_shards
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
+    """A contiguous stretch of memory for all parameters of one dtype and domain whose gradients have one dtype.
 
     ``sum_dtype`` is that of reduced gradients. With ``has_separate_sums`` a rank's shards of these have memory of their
     own, to which each reduction adds; otherwise the sums replace the gradients in the buffer. Gradients are sent in
@@ -129,6 +139,7 @@ class Buffer:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     numel: int
+    domain: Domain
     sum_dtype: torch.dtype
     has_separate_sums: bool
     grad_wire_dtype: torch.dtype
@@ -146,6 +157,11 @@ class Buffer:
     def sent_weight_nbytes(self, numel: int) -> int:
         return wire_nbytes(numel, self.param_wire_dtype or self.dtype)
 
+    @property
+    def shard_numel(self) -> int:
+        """The elements that each owner owns."""
+        return self.numel // self.domain.num_shards
+
 
 @dataclasses.dataclass(frozen=True)
 class BufferLayout:
@@ -154,11 +170,9 @@ class BufferLayout:
     Args:
         params: every trainable parameter once, in order of registration.
         slots: the place of each parameter, same order.
-        buffers: one for each (dtype, grad dtype).
+        buffers: one for each (dtype, grad dtype, domain).
         buckets: in launch order.
-        dp_size: number of data-parallel ranks.
-        num_shards: how many equal parts a bucket is owned in: ``dp_size``, or as many as an instance of the distributed
-            optimizer has ranks; 1 when every rank owns all of every bucket.
+        domain: all data-parallel ranks, and the number of equal parts in which they own a bucket.
         piece_numel: with pooled gradients the most elements that are sent at once; None where gradients have buffers
             of their own.
         state_dtype: that in which fp32 numbers of the optimizer's state are kept between steps, where shards have one
@@ -170,14 +184,12 @@ class BufferLayout:
     slots: tuple[ParamSlot, ...]
     buffers: tuple[Buffer, ...]
     buckets: tuple[Bucket, ...]
-    dp_size: int
-    num_shards: int
+    domain: Domain
     piece_numel: int | None = None
     state_dtype: torch.dtype | None = None
     offloads_state: bool = False
 
     def __post_init__(self) -> None:
-        assert self.dp_size % self.num_shards == 0, "instances are of equal size"
         alignment = bucket_alignment(self.dp_size, self.num_shards)
         ends = [0] * len(self.buffers)
         # By address, not by launch order: only then does a gap, which nobody would reduce or own, show.
@@ -200,6 +212,21 @@ class BufferLayout:
         placed = sorted(index for bucket in self.buckets for index in bucket.params)
         assert placed == list(range(len(self.params))), "every parameter is in exactly one bucket"
         assert self.piece_numel is None or self.piece_numel % alignment == 0, "a piece divides into equal shards"
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.domain.size
+
+    @property
+    def num_shards(self) -> int:
+        """The number of parts in which a bucket of parameters that all ranks hold is owned; 1 without shards."""
+        return self.domain.num_shards
+
+    @property
+    def num_instances(self) -> int:
+        """The number of ranks that own the same elements."""
+        return self.domain.num_instances
 
     @property
     def is_pooled(self) -> bool:
@@ -228,7 +255,7 @@ class BufferLayout:
     def pieces(self, bucket: Bucket) -> list[tuple[int, int]]:
         """The parts ``[start, end)`` of every shard of the bucket that one collective carries: as few, and as equal, as
         it takes for the parts of all shards to have at most ``piece_numel`` elements."""
-        shard_numel = bucket.numel // self.num_shards
+        shard_numel = bucket.shard_numel
         if self.piece_numel is None or bucket.numel == 0:
             return [(0, shard_numel)]
         # Equal pieces rather than full ones and a rest: the last piece is exposed, and a small rest still pays the
@@ -253,29 +280,21 @@ class BufferLayout:
     def _piece_numels(self) -> Iterator[tuple[Buffer, int]]:
         for bucket in self.buckets:
             for start, end in self.pieces(bucket):
-                yield self.buffers[bucket.buffer], (end - start) * self.num_shards
-
-    @property
-    def num_instances(self) -> int:
-        """The number of ranks that own the same elements."""
-        return self.dp_size // self.num_shards
+                yield self.buffers[bucket.buffer], (end - start) * bucket.domain.num_shards
 
     def shard_range(self, bucket: Bucket, dp_rank: int) -> tuple[int, int]:
         """Elements ``[start, end)`` of the bucket's buffer that ``dp_rank`` owns."""
-        if self.num_shards == 1:
-            return bucket.start, bucket.end
-        shard_numel = bucket.numel // self.num_shards
-        # Modulo: ranks at the same place of their instances own the same part.
-        start = bucket.start + dp_rank % self.num_shards * shard_numel
-        return start, start + shard_numel
+        start = bucket.start + bucket.domain.shard_of(dp_rank) * bucket.shard_numel
+        return start, start + bucket.shard_numel
 
     def owned_range(self, param: int, dp_rank: int) -> tuple[int, int] | None:
         """The part ``[start, end)`` of parameter ``param``'s slot (buffer offsets) that ``dp_rank`` owns; None if
         none of it."""
         slot = self.slots[param]
-        shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
+        bucket = self.buckets[slot.bucket]
+        shard_start, shard_end = self.shard_range(bucket, dp_rank)
         if slot.start == slot.end:  # nothing to own, but its counters are somebody's
-            return (slot.start, slot.end) if dp_rank % self.num_shards == 0 else None
+            return (slot.start, slot.end) if bucket.domain.shard_of(dp_rank) == 0 else None
         # A parameter may lie across the border of two shards, or of many, and then has as many owners.
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
@@ -285,10 +304,10 @@ class BufferLayout:
         buffer offsets. None of them for a parameter without elements."""
         slot = self.slots[param]
         bucket = self.buckets[slot.bucket]
-        shard_numel, start = bucket.numel // self.num_shards, slot.start
+        start = slot.start
         while start < slot.end:
-            rank = (start - bucket.start) // shard_numel
-            end = min(slot.end, bucket.start + (rank + 1) * shard_numel)
+            rank = (start - bucket.start) // bucket.shard_numel
+            end = min(slot.end, bucket.start + (rank + 1) * bucket.shard_numel)
             yield rank, start, end
             start = end
 
@@ -303,7 +322,7 @@ class BufferLayout:
         So nobody's shard moves when parameters join a model in training; their buckets are launched last.
         """
         # Owners are by rank and place: with other numbers the two halves would have different owners.
-        assert (self.dp_size, self.num_shards) == (other.dp_size, other.num_shards)
+        assert self.domain == other.domain
         num_params, num_buffers, num_buckets = len(self.params), len(self.buffers), len(self.buckets)
         return BufferLayout(
             params=self.params + other.params,
@@ -323,8 +342,7 @@ class BufferLayout:
                 )
                 for bucket in other.buckets
             ),
-            dp_size=self.dp_size,
-            num_shards=self.num_shards,
+            domain=self.domain,
             piece_numel=self.piece_numel,
             state_dtype=self.state_dtype,
             offloads_state=self.offloads_state,

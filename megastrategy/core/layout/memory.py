@@ -64,7 +64,7 @@ def memory_use(
             grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
         # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
         if buffer.has_separate_sums:
-            grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
+            grad_bytes += buffer.shard_numel * buffer.sum_dtype.itemsize
     state_bytes = 0
     on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
     for index, spec in enumerate(layout.params):
@@ -87,7 +87,7 @@ def memory_use(
         else:
             state_bytes += kept_itemsize * num_kept * numel
     # The 17th bit of each; padding has one, too.
-    state_bytes += sum(b.numel // layout.num_shards // 8 for b in layout.buffers if b.keeps_main_bits)
+    state_bytes += sum(b.shard_numel // 8 for b in layout.buffers if b.keeps_main_bits)
     host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
@@ -109,7 +109,7 @@ def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
     """
     nbytes = 0
     for buffer in layout.buffers:
-        numel = buffer.numel // layout.num_shards * (layout.num_shards - 1)
+        numel = buffer.shard_numel * (buffer.domain.num_shards - 1)
         if rounded:
             nbytes += buffer.sent_grad_nbytes(numel) + buffer.sent_weight_nbytes(numel)
         else:

@@ -264,7 +264,7 @@ def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout
     """The bits of main params that are their weights, which begin at element ``start`` of the buffer."""
     from .main_bits import Bitmap, MainBits
 
-    first = bucket.start // layout.num_shards + start - layout.shard_range(bucket, rank)[0]
+    first = bucket.start // bucket.domain.num_shards + start - layout.shard_range(bucket, rank)[0]
     return MainBits(torch.zeros_like(weights, dtype=torch.int16), Bitmap(bitmap), first)
 
 

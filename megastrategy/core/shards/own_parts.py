@@ -213,7 +213,7 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce
 def divided_params(layout: BufferLayout) -> Iterator[tuple[int, range]]:
     """The parameters that have several owners in an instance, with these, bucket after bucket."""
     for bucket in layout.buckets:
-        shard_numel = bucket.numel // layout.num_shards
+        shard_numel = bucket.shard_numel
         # Not by holders(): of thousands of parameters few lie across a border, and all would be asked in every save.
         for index in bucket.params:
             slot = layout.slots[index]
