@@ -154,10 +154,10 @@ def clip_norm_(
     first = parts[0][0]
     norm = total_grad_norm(_counted_grads(parts), norm_type, first.engine.shard_collectives, first.device)
     # the data-parallel ranks first, so that all get the same bits
-    for ranks in first.engine.local_parts.model_groups:
+    for ranks in first.engine.model_parallel.collectives:
         norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
     if extra:
-        groups = [first.engine.collectives, *first.engine.local_parts.model_groups]
+        groups = [first.engine.collectives, *first.engine.model_parallel.collectives]
         norm = join_norm(norm, own, norm_type, groups, first.device)
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
@@ -171,7 +171,7 @@ def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> li
     return [
         grad
         for model, params in parts
-        for grad in model.owned_grads([param for param in params if model.engine.local_parts.is_counted_here(param)])
+        for grad in model.owned_grads([param for param in params if model.engine.model_parallel.is_counted_here(param)])
     ]
 
 

@@ -16,7 +16,15 @@ from .checkpoint import (
     is_directory_checkpoint,
     own_prefix,
 )
-from .collectives import Collectives, SingleRankCollectives, host_collectives, make_collectives, private_group, subgroup
+from .collectives import (
+    Collectives,
+    SingleRankCollectives,
+    check_all_agree,
+    host_collectives,
+    make_collectives,
+    private_group,
+    subgroup,
+)
 from .config import DistributedDataParallelConfig, field_names
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
@@ -32,18 +40,21 @@ from .layout import (
     memory_use,
 )
 from .module import (
-    Copies,
-    FollowsStages,
+    GroupState,
+    LocalParts,
+    ModelGroup,
+    NamedOptimizer,
     StagedModule,
     cut_state,
     dtensors_of,
     materialise,
+    named_params,
     names_elsewhere,
     replace_meta,
 )
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
-from .shards import gather_whole, to_host
-from .sync import norms_over_owners, scale_to_norm_, total_grad_norm
+from .shards import REMAINDER, gather_whole, number_params, to_host
+from .sync import DeferredBatch, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_ATTRIBUTES,
     DDP_FUNCTIONS,
@@ -60,12 +71,13 @@ __all__ = [
     "EXTRA_FILE",
     "MARKER",
     "REDUCER_ATTRIBUTES",
+    "REMAINDER",
     "Bucket",
     "BufferLayout",
     "CheckpointError",
     "CollectiveError",
     "Collectives",
-    "Copies",
+    "DeferredBatch",
     "Directory",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -73,9 +85,12 @@ __all__ = [
     "Engine",
     "Event",
     "EventKind",
-    "FollowsStages",
     "GradScaler",
+    "GroupState",
     "KnownFindings",
+    "LocalParts",
+    "ModelGroup",
+    "NamedOptimizer",
     "NotOnAllRanksError",
     "OpenDirectory",
     "ParamSpec",
@@ -86,6 +101,7 @@ __all__ = [
     "announce_tokens",
     "better_layout_order",
     "build_layout",
+    "check_all_agree",
     "combine_listeners",
     "config_from_arguments",
     "cut_state",
@@ -104,8 +120,10 @@ __all__ = [
     "materialise",
     "may_see_shards",
     "memory_use",
+    "named_params",
     "names_elsewhere",
     "norms_over_owners",
+    "number_params",
     "own_prefix",
     "private_group",
     "refuse_function",

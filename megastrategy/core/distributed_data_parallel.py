@@ -195,7 +195,8 @@ class DistributedDataParallel(nn.Module):
                 check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
             engine.reducer.before_forward()
             engine.check_params()
-            engine.local_parts.before_forward(args, kwargs)
+            for group in engine.model_parallel.groups:
+                group.before_forward(args, kwargs)
         if engine.param_buffers is not None:
             engine.param_gather.before_forward()
         if self._buffers_differ and self.ddp_config.broadcast_buffers:
@@ -208,7 +209,8 @@ class DistributedDataParallel(nn.Module):
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
-        if training and engine.staged is None:  # else there is nothing that a backward would still compute
+        # A forward that ran the backwards too leaves nothing for a later backward to compute.
+        if training and not engine.model_parallel.runs_backwards:
             engine.reducer.after_forward(outputs, sync)
         engine.emit(EventKind.FORWARD_END, int(training))
         return outputs
@@ -352,7 +354,8 @@ class DistributedDataParallel(nn.Module):
         """
         self.finish_param_gather()
         self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
-        check_replicas(self.engine.named_params(), self.engine.local_parts, self.engine.collectives)
+        engine = self.engine
+        check_replicas(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
 
     def _check_replicas_if_due(self) -> None:
         if self._num_synced_forwards and self._num_synced_forwards % self.ddp_config.check_replicas_every_n_steps == 0:

@@ -26,7 +26,6 @@ from .checkpoint import (
     as_on_rank_zero,
     completed_state,
     has_main_params,
-    is_staged,
     load_full_state,
     open_directory,
     parts_of_main_params,
@@ -246,12 +245,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether this rank has only a part of the state."""
-        return self._impl.shard_set.sharded or bool(self._impl.engine.local_parts.model_groups)
+        return self._impl.shard_set.sharded or bool(self._impl.engine.model_parallel.collectives)
 
     @property
     def is_of_stage(self) -> bool:
         """Whether optimizers on other ranks have other parameters of the model."""
-        return is_staged(self._impl.shard_set)
+        return bool(self._impl.engine.model_parallel.states)
 
     def is_cut(self, param: Parameter) -> bool:
         """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
@@ -300,7 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_plain = self._given_back() is not None
         if not is_plain:
             self._impl.finish_grads()
-        if is_plain or not (shard_set.sharded or engine.local_parts.has_parts or engine.local_parts.model_groups):
+        if is_plain or not (shard_set.sharded or engine.local_parts.has_parts or engine.model_parallel.collectives):
             return torch.nn.utils.clip_grad_norm_(shard_set.params(), max_norm, norm_type, error_if_nonfinite)
         grads = owned_grads(shard_set)
         norm = norm_of_grads(shard_set, grads, norm_type)
@@ -353,7 +352,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         agreeing = engine.collectives if shard_set.strangers.params else shard_set.owner_collectives
         grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.strangers.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, engine.device)
-        for ranks in engine.local_parts.model_groups:
+        for ranks in engine.model_parallel.collectives:
             ranks.all_reduce_max(found_inf).wait()
         return found_inf
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..core import (
-    Copies,
-    FollowsStages,
+    LocalParts,
+    ModelGroup,
     StagedModule,
     cut_state,
     gather_whole,
@@ -27,10 +27,12 @@ from ..core import (
     subgroup,
 )
 from ..errors import StageError
+from .backwards import StagedBackwards
 from .loss_buffers import LossBuffers
 from .plan import StagePlan, check_schedule, make_plan
 from .schedules import Chunk, Run, check_sent, map_leaves, scalar, shapes_of, split
 from .stage import PlainValues
+from .stage_group import Copies, StageGroup
 
 _MOST_RUNS = 8
 """Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
@@ -60,10 +62,16 @@ class Pipeline(StagedModule):
         layers: all of them; those of other ranks are empty modules in their places, so that parameters have the
             names that they have in the whole model.
         plan: which stages and layers each rank has.
+        places: by rank of the stages' group, the number of its first stage.
+        copies: all parameters that several ranks have, in one order on all ranks.
 
     Raises:
         ValueError: if the division does not fit the layers, the ranks or the schedule.
     """
+
+    layers_name = "layers"
+    places: Sequence[int] = ()
+    copies: Sequence[Copies] = ()
 
     def __init__(
         self,
@@ -114,7 +122,7 @@ class Pipeline(StagedModule):
             self.places = [order.index(rank) for rank in range(len(order))]
             self.copies = _find_copies(layers, self.plan, order)  # while they are still one parameter
         own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
-        self.elsewhere = {
+        self.names_elsewhere = {
             f"layers.{number}.{name}"
             for number, layer in enumerate(layers)
             if number not in own
@@ -144,12 +152,17 @@ class Pipeline(StagedModule):
         self._seen: list[Any] = []  # what the kept schedules are of
         self._numbers = PlainValues(self.layers)
         self._loss_buffers = LossBuffers(loss)
-        self._backwards: FollowsStages | None = None
+        self._backwards: StagedBackwards | None = None
 
-    def attach(self, backwards: FollowsStages | None) -> None:
+    def make_group(self, module: nn.Module, parts: LocalParts) -> ModelGroup:
+        return StageGroup(self, module, parts)
+
+    def attach(self, backwards: StagedBackwards | None) -> None:
+        """The module was wrapped: its forward reports its backwards to ``backwards``; None when it is unwrapped."""
         self._backwards = backwards
 
     def layer_of(self, name: str) -> int:
+        """Returns the number of the layer that a parameter or buffer of this module belongs to."""
         # A loss is registered before the layers.
         return int(name.split(".")[1]) if name.startswith(f"{self.layers_name}.") else -1
 
@@ -400,7 +413,7 @@ class _Done(torch.autograd.Function):
     """The loss of backwards that have run."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: FollowsStages | None) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: StagedBackwards | None) -> Tensor:
         ctx.backwards = backwards
         return loss.clone()
 

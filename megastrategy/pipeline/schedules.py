@@ -15,7 +15,7 @@ from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..core import FollowsStages
+from .backwards import StagedBackwards
 from .plan import SCHEDULES, StagePlan
 from .stage import Stage, as_before
 
@@ -94,7 +94,7 @@ class Run:
             self._schedule = kind(self._stages, microbatches, loss_fn=scaled, scale_grads=False)
 
     def train(
-        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, backwards: FollowsStages
+        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, backwards: StagedBackwards
     ) -> Tensor | None:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
         left = dict.fromkeys(self._stages, self._microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.optimizer import main_param_buffer
 from megastrategy.core.optimizer.shard_set import ShardSet
 from megastrategy.core.shards import param_shard
-from megastrategy.core.sync.reducer import Reducer
+from megastrategy.core.sync.launched_buckets import LaunchedBuckets
 
 from ..support.patience import HANG_S
 from .cases import Case
@@ -31,14 +31,14 @@ def test_six_seconds_of_random_programs() -> None:
 
 
 def no_wait_for_reductions(patch: pytest.MonkeyPatch) -> None:
-    wait = Reducer._wait_for_launched
+    wait = LaunchedBuckets.wait
 
-    def planted(self: Reducer, **options: Any) -> None:
+    def planted(self: LaunchedBuckets) -> Iterator[int]:
         for handle in self._handles:
             patch.setattr(handle, "wait", lambda: None, raising=False)
-        wait(self, **options)
+        return wait(self)
 
-    patch.setattr(Reducer, "_wait_for_launched", planted)
+    patch.setattr(LaunchedBuckets, "wait", planted)
 
 
 def main_params_that_stay_as_they_are(patch: pytest.MonkeyPatch) -> None:

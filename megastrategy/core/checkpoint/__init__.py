@@ -14,7 +14,6 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .pipeline_stages import is_staged
 from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, own_prefix
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "extra_name",
     "has_main_params",
     "is_directory_checkpoint",
-    "is_staged",
     "load_full_state",
     "open_directory",
     "own_prefix",

@@ -30,7 +30,6 @@ from ..shards import REMAINDER, FlatShard, ParamShard, as_saved, groups_as_saved
 from ..trials import is_per_element
 from .directory_reader import OpenDirectory
 from .full_state import load_state
-from .pipeline_stages import is_staged, main_params_of_stage, own_options, whole_groups
 from .remote_directory import Directory
 
 if TYPE_CHECKING:  # see directory_reader
@@ -44,29 +43,29 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
     """Returns this rank's part: the tensors themselves, or :class:`FlatShard` around them; nothing is copied. See
     :meth:`DistributedOptimizer.sharded_state_dict <megastrategy.DistributedOptimizer.sharded_state_dict>`. Collective
     over a pipeline's stages."""
-    engine, local_parts, names = shard_set.engine, shard_set.engine.local_parts, shard_set.names_by_id()
+    engine, model, names = shard_set.engine, shard_set.engine.model_parallel, shard_set.names_by_id()
     # The writer reads the device, which may wait for a rank that is gone.
     engine.collectives.wait_for_device(engine.device, "all-gather")
     shard_set.states.split()
-    is_first = all(ranks.is_rank_zero for ranks in (engine.collectives, *local_parts.model_groups))
+    is_first = all(ranks.is_rank_zero for ranks in (engine.collectives, *model.collectives))
     of_others = set() if is_first else {id(param) for param in shard_set.strangers.params}  # rank 0's are saved
-    of_others |= {key for key, name in names.items() if local_parts.name_in_model(name) != name}  # the first stage's
+    of_others |= {key for key, name in names.items() if model.name_in_model(name) != name}  # the first stage's
     cut = _cut_params(shard_set)
     state, main_params = _tensors_to_write(shard_set, names, of_others, cut)
     groups = groups_as_saved(shard_set.inner, names)
     for name, value in shard_set.main_params_to_come.items():
         plain = name.removesuffix(REMAINDER)
-        if local_parts.name_in_model(plain) == plain:
+        if model.name_in_model(plain) == plain:
             main_params[name] = _placed(value, None, None, cut.get(plain))
-    if is_staged(shard_set):
-        groups = whole_groups(shard_set, groups)
+    for group in model.states:
+        groups = group.join_groups(shard_set, groups)
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
 
 
 def _cut_params(shard_set: ShardSet) -> Mapping[str, CutParam]:
     """The parameters of which each tensor rank has a part, by their names in the whole model."""
-    local_parts, named = shard_set.engine.local_parts, shard_set.engine.named_params()
-    return local_parts.cut_params({local_parts.name_in_model(name): param for name, param in named.items()})
+    engine, name_in_model = shard_set.engine, shard_set.engine.model_parallel.name_in_model
+    return engine.local_parts.cut_params({name_in_model(name): p for name, p in engine.named_params().items()})
 
 
 def _tensors_to_write(
@@ -119,13 +118,13 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
     Raises:
         CheckpointError: if it cannot be read, or is of another model.
     """
-    local_parts = shard_set.engine.local_parts
-    names = {id_: local_parts.name_in_model(name) for id_, name in shard_set.names_by_id().items()}
+    model = shard_set.engine.model_parallel
+    names = {id_: model.name_in_model(name) for id_, name in shard_set.names_by_id().items()}
     targets = _Targets(
         shard_set,
         directory.path,
         set(names.values()),
-        set(local_parts.elsewhere).difference(names.values()),
+        model.names_elsewhere.difference(names.values()),
         {names[id_]: index for id_, index in shard_set.followed_by_id.items() if id_ in names},
         per_element_keys(_sizes_of_state(directory.metadata, key), shard_set.states.element_names),
         _cut_params(shard_set),
@@ -134,7 +133,7 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
     if "param_groups" not in saved:
         raise CheckpointError(f"{directory} has no optimizer under the key {key!r}")
     own_groups = [[names[id(param)] for param in group["params"]] for group in shard_set.inner.param_groups]
-    _check_same_groups(directory.path, saved["param_groups"], own_groups, local_parts.elsewhere)
+    _check_same_groups(directory.path, saved["param_groups"], own_groups, model.names_elsewhere)
     main_params = {name: targets.shaped(name, value) for name, value in saved.get("main_params", {}).items()}
 
     def values_of(param: Parameter) -> dict[str, Any]:
@@ -143,12 +142,12 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
         return {what: value.local if isinstance(value, FlatShard) else value for what, value in values.items()}
 
     def load() -> None:
-        groups = saved["param_groups"]
-        if is_staged(shard_set):
-            groups = [own_options(*pair) for pair in zip(groups, shard_set.inner.param_groups, strict=True)]
+        groups, own_main_params = saved["param_groups"], main_params
+        for group in model.states:
+            groups = group.divide_groups(shard_set, groups)
+            own_main_params = group.divide_main_params(shard_set, own_main_params)
         load_state(shard_set, groups, values_of)
-        own = main_params_of_stage(shard_set, main_params) if is_staged(shard_set) else main_params
-        shard_set.load_main_params(own)
+        shard_set.load_main_params(own_main_params)
 
     return load
 

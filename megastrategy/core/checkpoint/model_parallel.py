@@ -1,7 +1,7 @@
 """Saves and loads the optimizer of a model that several ranks share as that of one rank that has all of it.
 
-The parts of what tensor ranks have cut come together first, then what the stages have; loading goes the other way.
-Every function here hands on what it gets where a rank has the whole model. See tensor_parallel and pipeline_stages.
+Parts on tensor ranks are joined first, then the parameters of ranks that have others (:class:`~..module.GroupState`);
+loading goes the other way. Where a rank has the whole model every function here returns its argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..errors import CheckpointError
 from ..module import CutParam
 from ..optimizer import ShardSet
 from ..shards import MAIN_PARAMS, REMAINDER, STATE, entries_of_rank_zero, number_params, state_by_number
-from . import pipeline_stages as stage_state
 from .tensor_parallel import join_parts
 
 _MAIN = "main_param"
@@ -33,18 +32,20 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
         NotOnAllRanksError: if a rank calls it alone.
         CheckpointError: on all ranks that have a state, if ranks of the model have other things in it.
     """
-    if impl.engine.local_parts.model_groups:
+    if impl.engine.model_parallel.collectives:
         require_everybody(impl, _CALL.format(STATE))
     saved = gather()
     # None on all ranks of the model that those data-parallel ranks have alike.
     if saved["state"] is not None and impl.engine.local_parts.has_parts:
         saved = _state_of_whole_params(impl, saved)
-    if saved["state"] is not None and stage_state.is_staged(impl):
-        saved = stage_state.whole_state(impl, saved)
+    others = impl.engine.model_parallel.states
+    for group in others:
+        if saved["state"] is not None:
+            saved = group.join(impl, saved)
     # Plain: what becomes of it, a copy, a file, a value of another container, must not matter when it is loaded; see
     # completed_state.
     if saved["state"] is None:
-        own = () if stage_state.is_staged(impl) else impl.strangers.params
+        own = () if others else impl.strangers.params
         saved = {**saved, "state": state_by_number(impl.inner, own)}
     return saved
 
@@ -57,30 +58,35 @@ def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, A
         number: {name: local_parts.local_view(value) for name, value in kept.items()} if number in params else kept
         for number, kept in saved["state"].items()
     }
-    ranks = local_parts.tensor_ranks
+    ranks = impl.engine.model_parallel.tensor_ranks
     whole = state if ranks is None else join_parts(state, local_parts.cut_params(params), ranks)
     return {**saved, "state": whole}
 
 
 def has_main_params(impl: ShardSet, is_here: bool) -> bool:
     """Whether some rank of the model has main params; ``is_here``: this one has. Collective over a pipeline's ranks."""
-    if not stage_state.is_staged(impl):
+    if not impl.engine.model_parallel.states:
         return is_here
     require_everybody(impl, _CALL.format(MAIN_PARAMS))
-    return stage_state.is_on_any_stage(impl, is_here)
+    # A stage that is frozen has none, and takes part.
+    for group in impl.engine.model_parallel.groups:
+        if group.has_other_params and group.ranks is not None:
+            is_here = group.ranks.host.max_of_bytes([is_here]) == [1]
+    return is_here
 
 
 def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
-    if impl.engine.local_parts.model_groups:
+    if impl.engine.model_parallel.collectives:
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
     saved = gather()
-    if saved is not None and (ranks := impl.engine.local_parts.tensor_ranks) is not None:
+    if saved is not None and (ranks := impl.engine.model_parallel.tensor_ranks) is not None:
         cut = _cut_by_saved_name(impl)
         joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
         saved = {name: kept[_MAIN] for name, kept in joined.items()} if joined is not None else None
-    if saved is not None and stage_state.is_staged(impl):
-        saved = stage_state.whole_main_params(impl, saved)
+    for group in impl.engine.model_parallel.states:
+        if saved is not None:
+            saved = group.join_main_params(saved)
     return {} if saved is None else saved
 
 
@@ -94,7 +100,7 @@ def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     state, extra = saved["state"], set(map(id, impl.strangers.params))
     params = _params_by_number(impl, saved) if extra else {}
     own = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
-    is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.local_parts.model_groups, impl.engine.collectives))
+    is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.model_parallel.collectives, impl.engine.collectives))
     has_all = is_first or len(state) > len(own)
     return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
 
@@ -108,7 +114,7 @@ def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapp
         CheckpointError: on all ranks, for a state that has other entries on one of them.
     """
     require_everybody(impl, f"loading the {what} of a sharded optimizer")
-    model_groups, problem = impl.engine.local_parts.model_groups, ""
+    model_groups, problem = impl.engine.model_parallel.collectives, ""
     for ranks in (*model_groups, impl.engine.collectives):
         told = ranks.all_gather_objects((problem, list(saved)))
         every = [keys for _, keys in told]
@@ -137,8 +143,8 @@ def _difference(every: Sequence[Collection[Any]]) -> str:
 
 def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """This rank's parts of the whole model's state: views. Collective over a pipeline's stages."""
-    if stage_state.is_staged(impl):
-        saved = stage_state.state_of_stage(impl, saved)
+    for group in impl.engine.model_parallel.states:
+        saved = group.divide(impl, saved)
     if not (cut := impl.engine.local_parts.cut_params(_params_by_number(impl, saved))):
         return saved
     state = {
@@ -159,8 +165,8 @@ def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parame
 
 def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of main params by name, whole ones or DTensors: views."""
-    if stage_state.is_staged(impl):
-        saved = stage_state.main_params_of_stage(impl, saved)
+    for group in impl.engine.model_parallel.states:
+        saved = group.divide_main_params(impl, saved)
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved
@@ -181,5 +187,5 @@ def require_everybody(impl: ShardSet, what: str, remedy: str = CALL_ON_EVERY_RAN
         NotOnAllRanksError: if they are not, within bounded time.
     """
     impl.engine.collectives.require_all_ranks(what, remedy)
-    for ranks in impl.engine.local_parts.model_groups:
+    for ranks in impl.engine.model_parallel.collectives:
         ranks.require_all_ranks(what, remedy)

@@ -35,10 +35,7 @@ from ..errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
 from ..events import Event, EventKind, Listener
 from ..layout import BufferLayout, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
-    LocalParts,
     ModuleWatch,
-    StagedModule,
-    StageParts,
     agree_on_layout,
     broadcast_params,
     check_are_equal,
@@ -47,8 +44,7 @@ from ..module import (
     check_no_experts,
     collect_garbage,
     common_device,
-    dtensors_of,
-    find_staged,
+    find_groups,
     ignored_names,
     named_buffers,
     named_params,
@@ -56,7 +52,7 @@ from ..module import (
     param_spec,
     take_over,
 )
-from ..sync import BackwardWatch, BucketPlanner, ParamGather, Reducer, StagedBackwards, StagedReducer
+from ..sync import BackwardWatch, BucketPlanner, ParamGather, Reducer
 from ..trials import KnownFindings
 from .relayout import relayout
 from .shard_holder import ShardHolder
@@ -83,6 +79,7 @@ class Engine:
         wrapper: a weak reference to the wrapper.
         layout: the plan that buffers and shards follow. It grows when parameters join, and is another after a move.
         local_parts: where this rank has parameters and gradients; tensor-parallel ones in part.
+        model_parallel: the groups of ranks that share the model with this one.
         params: the trainable parameters, in the order of ``layout.params``.
         index_by_id: ``id(param)`` to the parameter's index in ``params`` and ``layout``.
         param_buffers: None where nothing is sharded; ``param_gather`` exists with it alone.
@@ -115,11 +112,11 @@ class Engine:
         check_module(self.module, type(wrapper))
         self._ignored = ignored_names(self.module)
         self.device = common_device(self.named_params())
-        self.staged_module = find_staged(self.module)
-        self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
-        self.local_parts.check(self.module)
+        self.local_parts, self.model_parallel = find_groups(self.module, process_group)
+        self._check_parts()
         self.collectives = self._buffer_collectives = collectives = self._connected(process_group, collectives)
-        self.local_parts.connect(self.device)
+        for group in self.model_parallel.groups:
+            group.connect(self.device)
         self.is_closed = False
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.known_findings = KnownFindings()
@@ -151,10 +148,8 @@ class Engine:
             ):
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
-        self.staged = StagedBackwards(self) if self.staged_module is not None else None
-        kind = Reducer if self.staged is None else StagedReducer
         decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be dropped
-        self.reducer = kind(
+        self.reducer = Reducer(
             self.layout,
             self.params,
             self.grad_buffers,
@@ -165,10 +160,15 @@ class Engine:
             BackwardWatch(self),
             listener,
             self._make_planner(),
-            self.local_parts.tensor_ranks,
+            self.model_parallel.tensor_ranks,
         )
-        if self.staged_module is not None:
-            self.staged_module.attach(self.staged)
+        for group in self.model_parallel.groups:
+            group.attach(self)
+
+    def _check_parts(self) -> None:
+        for group in self.model_parallel.groups:
+            group.check(self.module)
+        self.local_parts.check(self.module)
 
     def _connected(self, process_group: ProcessGroup | None, collectives: Collectives | None) -> Collectives:
         self._end: Callable[[], object] | None = None
@@ -249,7 +249,7 @@ class Engine:
         if self.layout.num_shards > 1 and self._ignored:
             check_are_equal(self.named_params(), params, self.collectives)
         tensors = [*params, *named_buffers(self.module, self._ignored).values()]
-        self.local_parts.broadcast_replicas(tensors)
+        self.model_parallel.broadcast_common(tensors)
         self.collectives.broadcast_all([self.local_parts.local_view(tensor) for tensor in tensors])
 
     def broadcast_buffers(self) -> None:
@@ -265,7 +265,7 @@ class Engine:
         if self.watch.has_changed():
             # the module's own check may know more of what came in a parameter's place
             check_module(self.module, self._kind)
-            self.local_parts.check(self.module)
+            self._check_parts()
             self.watch.look(self.params)
         self.reducer.update_swapped_params()
         if any(param.requires_grad for param in self.watch.frozen):
@@ -283,7 +283,7 @@ class Engine:
         self._take_in(joined)
         if not joined:
             return
-        self.local_parts.broadcast_replicas(joined, joins=True)
+        self.model_parallel.broadcast_common(joined, joins=True)
         # Unseen by autograd: the values are those of a forward whose backward may still come.
         self.collectives.broadcast_all([self.local_parts.local_view(param).data for param in joined])
         self.layout = self.layout.extended_by(layout)
@@ -302,12 +302,12 @@ class Engine:
         parts, part_of = self.local_parts, self.local_parts.local_view
         whole = [param for param in joining if part_of(param) is param]
         # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
-        chunks = find_weight_chunks(self.module, whole, self.config) if parts.tensor_ranks is None else {}
+        chunks = find_weight_chunks(self.module, whole, self.config) if self.model_parallel.tensor_ranks is None else {}
         specs = [
             dataclasses.replace(
                 param_spec(name, part_of(param), self.config, chunks.get(id(param))),
                 reserved_numel=parts.reserved_numel(param),
-                needs_own_bucket=parts.needs_own_bucket(param),
+                needs_own_bucket=any(group.needs_own_bucket(param) for group in self.model_parallel.groups),
             )
             for name, param in others
             if param.requires_grad
@@ -322,7 +322,8 @@ class Engine:
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
-            self.local_parts.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
+            for group in self.model_parallel.groups:
+                group.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
         return layout, joining
 
     def _take_in(self, params: Sequence[Parameter]) -> None:
@@ -357,7 +358,7 @@ class Engine:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
         if not self.params or not self.sends_under_backward:
             return None
-        return BucketPlanner(self.config, self.collectives, self.local_parts.tensor_ranks)
+        return BucketPlanner(self.config, self.collectives, self.model_parallel.tensor_ranks)
 
     def move_to(self, layout: BufferLayout | None) -> None:
         """Moves everything to another layout, or nothing for None. Collective."""
@@ -458,8 +459,8 @@ class Engine:
         return sum(holder.num_steps_begun for ref in self.shard_holders if (holder := ref()) is not None)
 
     def zero_grads(self, indices: Iterable[int], *, set_to_none: bool) -> None:
-        """Drops, or zeroes, the gradients of parameters; see pipeline_backwards for when a pipeline's are not."""
-        if self.staged is not None and self.staged.takes_zero_grad():
+        """Drops, or zeroes, the gradients of parameters, unless a group of the model keeps them."""
+        if any(group.takes_zero_grad() for group in self.model_parallel.groups):
             return
         if set_to_none:
             self.grad_buffers.clear(indices)
@@ -505,8 +506,8 @@ class Engine:
             if self.param_buffers is not None:
                 self.param_buffers.restore_params()
                 self.param_buffers = None
-            if self.staged_module is not None:
-                self.staged_module.attach(None)
+            for group in self.model_parallel.groups:
+                group.detach()
             self.release_groups()
 
     def _give_back(self, *, used: bool) -> None:
@@ -535,21 +536,7 @@ class Engine:
         self.collectives.close()
         holders = [holder for ref in self.shard_holders if (holder := ref()) is not None]
         if self.is_closed and not any(holder.needs_ranks for holder in holders):
-            self.local_parts.close()
+            for group in self.model_parallel.groups:
+                group.close()
             if self._end is not None:
                 self._end()
-
-
-def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:
-    if staged is not None and staged.tensor_mesh is None:
-        return StageParts(staged, module)
-    if staged is not None:
-        from ..module.tensor_parallel import StagedTensorParts
-
-        return StagedTensorParts(staged, module, process_group)
-    if not dtensors_of(module):
-        return LocalParts()
-    # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.
-    from ..module.tensor_parallel import DTensorParts
-
-    return DTensorParts(module, process_group)

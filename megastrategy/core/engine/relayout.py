@@ -32,7 +32,7 @@ from ..buffers import GradBuffers, ParamBuffers
 from ..collectives import Collectives
 from ..events import EventKind
 from ..layout import BufferLayout
-from ..module import LocalParts, captured_modules
+from ..module import ModelParallel, captured_modules
 from ..sync import Reducer
 from .shard_holder import Contents, PerElement, ShardHolder
 
@@ -45,7 +45,7 @@ class Engine(Protocol):
     grad_buffers: GradBuffers
     param_buffers: ParamBuffers | None
     reducer: Reducer
-    local_parts: LocalParts
+    model_parallel: ModelParallel
     collectives: Collectives
     device: torch.device
     shard_holders: list[weakref.ref[ShardHolder]]
@@ -205,7 +205,7 @@ def _all_gather(flat: Tensor, engine: Engine) -> None:
 
 def _on_all_tensor_ranks(can_move: bool, engine: Engine) -> bool:
     # see local_parts' [Note: one layout on all tensor ranks]
-    ranks = engine.local_parts.tensor_ranks
+    ranks = engine.model_parallel.tensor_ranks
     return can_move if ranks is None else ranks.max_of_bytes([not can_move]) == [0]
 
 

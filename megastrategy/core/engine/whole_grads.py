@@ -63,9 +63,9 @@ def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     for index in set(every).difference(sharded):
         if (local := engine.local_parts.local_grad(engine.params[index])) is not None:
             norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
-    if (tensor_ranks := engine.local_parts.tensor_ranks) is not None:
+    if (tensor_ranks := engine.model_parallel.tensor_ranks) is not None:
         for index, param in enumerate(engine.params):
-            if not engine.local_parts.is_counted_here(param):
+            if not engine.model_parallel.is_counted_here(param):
                 norms[index] = 0.0
         norms = norms_over_owners(norms, norm_type, tensor_ranks)
     return norms

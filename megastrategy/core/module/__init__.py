@@ -4,8 +4,14 @@ from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks, is_wrapped
 from .graph_splits import GraphSplits
 from .holders import collect_garbage, is_used_elsewhere
-from .local_parts import CopyExchange, CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
+from .local_parts import CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
 from .meta_modules import materialise, replace_meta
+from .model_parallel import (
+    GroupState,
+    ModelGroup,
+    ModelParallel,
+    NamedOptimizer,
+)
 from .module_checks import (
     agree_on_layout,
     captured_modules,
@@ -20,21 +26,21 @@ from .module_checks import (
 from .module_params import broadcast_params, ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
 from .nested_wrappers import check_not_a_stage, check_not_inside_torch_ddp
-from .pipeline_stages import Copies, FollowsStages, StagedModule, StageParts, find_staged, names_elsewhere
 from .replicas import check_replicas
+from .staged_module import StagedModule, find_groups, names_elsewhere
 from .wrapped_again import take_over
 
 __all__ = [
-    "Copies",
-    "CopyExchange",
     "CutParam",
-    "FollowsStages",
     "GradAccumulators",
     "GradHooks",
     "GraphSplits",
+    "GroupState",
     "LocalParts",
+    "ModelGroup",
+    "ModelParallel",
     "ModuleWatch",
-    "StageParts",
+    "NamedOptimizer",
     "StagedModule",
     "agree_on_layout",
     "broadcast_params",
@@ -51,7 +57,7 @@ __all__ = [
     "cut_state",
     "dtensors_of",
     "empty_like_part",
-    "find_staged",
+    "find_groups",
     "ignored_names",
     "is_used_elsewhere",
     "is_wrapped",

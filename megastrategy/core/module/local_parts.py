@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-
-from ..collectives import Collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,43 +64,16 @@ def cut_of(numel: int, rank: int, size: int) -> tuple[int, int]:
     return start, min(start + part, numel)
 
 
-class CopyExchange(Protocol):
-    """Ranks of other stages that have copies of parameters of this one."""
-
-    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
-        """Makes ``has_grad`` true of a parameter that has a gradient on any of the ranks with a copy. Collective."""
-
-    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
-        """Adds up the gradients of all copies, in place; ``grad_of`` returns them by index. Collective."""
-
-
 class LocalParts:
-    """Parameters that are whole on this rank: each is its own part.
+    """The memory in which this rank has each parameter: here the parameter itself.
+
+    :class:`~.tensor_parallel.DTensorParts` takes its place where parameters are DTensors.
 
     Attributes:
-        tensor_ranks: the ranks that have parts of the same parameters, in one layout; None where there are no others.
-        stage_ranks: the ranks that have other parameters of the model, in layouts of their own; None likewise.
         has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
-        elsewhere: the names of parameters that other ranks' stages have.
     """
 
-    tensor_ranks: Collectives | None = None
-    stage_ranks: Collectives | None = None
     has_parts = False
-    elsewhere: Collection[str] = ()
-
-    def name_in_model(self, name: str) -> str:
-        """The name that a parameter has in a model of one process: a copy's is that of the first."""
-        return name
-
-    @property
-    def model_groups(self) -> tuple[Collectives, ...]:
-        """The groups of ranks that share one model. What concerns all of it goes over one after the other, so that
-        every rank of each gets the same bits."""
-        return tuple(ranks for ranks in (self.tensor_ranks, self.stage_ranks) if ranks is not None)
-
-    def connect(self, device: torch.device) -> None:
-        """Makes the groups, where there are others. Collective over them."""
 
     def check(self, module: nn.Module) -> None:
         """Raises ValueError for a parameter that cannot be laid out."""
@@ -113,27 +84,29 @@ class LocalParts:
             )
 
     def local_view(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or gradient: its memory, not a copy."""
+        """Returns this rank's part of a parameter or gradient, as a view."""
         return tensor
 
     def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
-        """Makes ``parts`` those that the parameters have now, since somebody may have given them others."""
+        """Replaces ``parts`` by the present parts of the parameters: user code may have assigned new ones."""
 
     def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
-        """Shows memory of the shape of the parameter's part as a gradient of the parameter."""
+        """Returns memory of the shape of the parameter's part as a gradient of the parameter."""
         return part
 
     def local_grad(self, param: Parameter) -> Tensor | None:
-        """This rank's part of ``param.grad``, cut as the parameter is; None if there is none. A view where it is cut so
-        already, else collective over the tensor ranks."""
+        """Returns this rank's part of ``param.grad``, cut as the parameter is, or None without a gradient.
+
+        A view if the gradient is cut that way already. Otherwise collective over the tensor ranks.
+        """
         return None if param.grad is None else param.grad.detach()
 
     def local_grads(self, params: Sequence[Parameter]) -> list[Tensor | None]:
-        """The same of several. What is a sum over the tensor ranks comes in one collective."""
+        """Returns :meth:`local_grad` of several parameters, with one collective for all sums over the tensor ranks."""
         return [self.local_grad(param) for param in params]
 
     def may_be_sum(self, param: Parameter) -> bool:
-        """Whether gradients of the parameter may be sums over the tensor ranks."""
+        """Whether gradients of the parameter may be sums over the tensor ranks that are not added up yet."""
         return False
 
     def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
@@ -145,42 +118,13 @@ class LocalParts:
         return False
 
     def reserved_numel(self, param: Tensor) -> int:
-        """The elements of the largest part of the parameter that any tensor rank has; see
+        """Returns the number of elements of the largest part that any tensor rank has; see
         [Note: one layout on all tensor ranks]."""
         return param.numel()
 
-    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
-        """The groups of which some ranks hold parameters alike: what a rank is called there, the group, and by name of
-        these parameters what all of them call each."""
-        return []
-
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
-        """Those of the parameters that are cut, by the keys that are given."""
+        """Returns those of the parameters that are cut, under the given keys."""
         return {}
-
-    def is_counted_here(self, param: Tensor) -> bool:
-        """Whether this rank's part is among those that a sum over all ranks takes: every element once."""
-        return True
-
-    def needs_own_bucket(self, param: Tensor) -> bool:
-        """Whether the parameter needs a bucket of its own."""
-        return False
-
-    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
-        """Those of the tensors that every tensor rank has whole become the first one's. Collective over them; with
-        ``joins``, of parameters that were unfrozen in training, over no stages, of which others have unfrozen nothing.
-        """
-
-    def check_ranks_agree(
-        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
-    ) -> None:
-        """Raises LayoutMismatchError, on all of them, if the tensor ranks hold other models. Collective over them."""
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward that trains. Collective over the tensor ranks in the first one; see check_first_batch."""
-
-    def close(self) -> None:
-        """Ends what was made for this engine alone."""
 
 
 def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]:

@@ -14,23 +14,28 @@ from torch.nn import Parameter
 from ..collectives import Collectives, digest_of
 from ..errors import ReplicaMismatchError
 from .local_parts import LocalParts
+from .model_parallel import ModelParallel
 
 
-def check_replicas(named: Mapping[str, Parameter], parts: LocalParts, collectives: Collectives) -> None:
+def check_replicas(
+    named: Mapping[str, Parameter], parts: LocalParts, model: ModelParallel, collectives: Collectives
+) -> None:
     """Returns if these weights are equal to the bit wherever they should be. Collective over all ranks of the mesh.
 
     Raises:
         ReplicaMismatchError: on all of them, with the first parameter that differs.
     """
-    if collectives.size == 1 and not parts.model_groups:
+    groups = [(group, ranks) for group in model.groups if (ranks := group.ranks) is not None]
+    if collectives.size == 1 and not groups:
         return
     own = {name: digest_of(parts.local_view(param)) for name, param in named.items()}
     found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
-    for kind, ranks, names in parts.replicas(named):
+    for group, ranks in groups:
+        names = group.common_names(named)
         everybody = ranks.all_gather_objects((found, {common: own[name] for name, common in names.items()}))
         seen = [theirs for theirs, _ in everybody if theirs is not None]
-        found = seen[0] if seen else _first_difference([digests for _, digests in everybody], kind)
-    for ranks in (*parts.model_groups, collectives) if parts.model_groups else ():
+        found = seen[0] if seen else _first_difference([digests for _, digests in everybody], group.rank_name)
+    for ranks in (*model.collectives, collectives) if groups else ():
         # one group's, which the others do not know of yet
         found = next((theirs for theirs in ranks.all_gather_objects(found) if theirs is not None), None)
     if found is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,90 +27,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
-from ..collectives import Collectives, check_all_agree, close_when_collected, make_collectives, private_group, ranks_of
-from .first_batch import check_first_batch
+from ..collectives import Collectives, check_all_agree, private_group, ranks_of
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
-from .pipeline_stages import StagedModule, StageParts
+from .model_parallel import ModelGroup
 
 
 class DTensorParts(LocalParts):
-    """The parts of a module's parameters, some of which are DTensors of one mesh.
-
-    Args:
-        module: parallelised already.
-        process_group: the data-parallel ranks; None for all.
-        mesh: of one dimension, the tensor ranks; None for that of the module's DTensors, of which there are some.
+    """The parts of parameters that are DTensors of one mesh, beside others that are not.
 
     Attributes:
-        tensor_ranks: those of the mesh, over a group of this object's own from :meth:`connect` on; None if it is one.
-        mesh: of every DTensor.
+        tensor_ranks: the ranks of the mesh; None if it is one.
     """
 
     has_parts = True
-
-    def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
-        self._dp_ranks = ranks_of(process_group)
-        self._end: Callable[[], object] | None = None  # of the tensor ranks' group
-        self._device = torch.device("cpu")
-        self._has_seen_batch = self._looked_for_ties = False
-        self.mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
-
-    def connect(self, device: torch.device) -> None:
-        if self.mesh.size() == 1:
-            return
-        self._device = device
-        group = self.mesh.get_group()
-        made = private_group(group, device)
-        self.tensor_ranks = make_collectives(made, device)
-        self._end = close_when_collected(self, self.tensor_ranks, made if made is not group else None)
+    tensor_ranks: Collectives | None = None
 
     def check(self, module: nn.Module) -> None:
-        """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
-        the data-parallel ranks."""
-        if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:
-            for name, child in module.named_modules():
-                if isinstance(child, kind):
-                    what = f"the submodule {name!r}" if name else "the module"
-                    raise ValueError(
-                        f"{what} is wrapped by fully_shard, which shards and reduces over the data-parallel ranks too. "
-                        "Leave the fully_shard (or replicate) lines out, and keep parallelize_module"
-                    )
-        for name, param in dtensors_of(module).items():
-            self._check(name, param)
-        if not self._looked_for_ties:
-            self._looked_for_ties = True
-            if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
-                _warn_of_broken_ties(module)
-
-    def _check(self, name: str, param: Any) -> None:
-        mesh = param.device_mesh
-        what = (
-            f"parameter {name!r} is a DTensor ({', '.join(map(repr, param.placements))} on a mesh of "
-            f"{' x '.join(map(str, mesh.shape))})"
-        )
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"{what}: a mesh of one dimension is expected, that of the tensor ranks. Pass it alone: "
-                'parallelize_module(module, mesh["tp"], plan)'
-            )
-        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that nobody has added up (Partial) has no
-        # value to step.
-        if type(param.placements[0]) not in (Shard, Replicate):
-            raise ValueError(f"{what}: only Shard and Replicate are understood here, as parallelize_module makes them")
-        if mesh != self.mesh:
-            raise ValueError(f"{what}, and another parameter on another mesh: one mesh of tensor ranks is expected")
-        shared = sorted(self._dp_ranks.intersection(mesh.mesh.flatten().tolist()))
-        if len(shared) > 1:
-            raise ValueError(
-                f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too, "
-                "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
-                'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
-                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
-                "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
-                "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
-            )
-
-    # --- parameters and gradients ------------------------------------------------------------------------------------
+        """Leaves it to :class:`TensorGroup`."""
 
     def local_view(self, tensor: Tensor) -> Tensor:
         # The tensor in it, not what to_local() makes of it: its memory is moved, and its identity kept.
@@ -125,7 +58,7 @@ class DTensorParts(LocalParts):
             return part
         with torch.no_grad():
             return DTensor.from_local(
-                part, self.mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
 
     def local_grad(self, param: Parameter) -> Tensor | None:
@@ -175,12 +108,6 @@ class DTensorParts(LocalParts):
         _, largest = cut_of(rows, 0, self.tensor_ranks.size)  # the first rank's: parts are rounded up
         return largest * (int(param.numel()) // rows)
 
-    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
-        if self.tensor_ranks is None:
-            return []
-        whole = {name: name for name, param in named.items() if not self.is_cut(param)}
-        return [("tensor rank", self.tensor_ranks, whole)]
-
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
 
@@ -193,37 +120,101 @@ class DTensorParts(LocalParts):
         assert cut.part_shape == tuple(self.local_view(param).shape), "as DTensor cuts"
         return cut
 
+
+class TensorGroup(ModelGroup):
+    """The ranks that have parts of the same parameters, over a group of this object's own.
+
+    Args:
+        module: parallelised already.
+        process_group: the data-parallel ranks; None for all.
+        mesh: of one dimension, the tensor ranks; None for that of the module's DTensors, of which there are some.
+
+    Attributes:
+        parts: this rank's parts of the parameters.
+    """
+
+    rank_name = "tensor rank"
+
+    def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.parts = DTensorParts()
+        self._dp_ranks, self._looked_for_ties = ranks_of(process_group), False
+        self._mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
+
+    def connect(self, device: torch.device) -> None:
+        super().connect(device)
+        if self._mesh.size() > 1:
+            group = self._mesh.get_group()
+            self.ranks = self.parts.tensor_ranks = self._connected(private_group(group, device), group)
+
+    def check(self, module: nn.Module) -> None:
+        """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
+        the data-parallel ranks."""
+        if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:
+            for name, child in module.named_modules():
+                if isinstance(child, kind):
+                    what = f"the submodule {name!r}" if name else "the module"
+                    raise ValueError(
+                        f"{what} is wrapped by fully_shard, which shards and reduces over the data-parallel ranks too. "
+                        "Leave the fully_shard (or replicate) lines out, and keep parallelize_module"
+                    )
+        for name, param in dtensors_of(module).items():
+            self._check(name, param)
+        if not self._looked_for_ties:
+            self._looked_for_ties = True
+            if self._mesh.get_local_rank() == 0 and self._mesh.get_rank() == min(self._dp_ranks, default=0):
+                _warn_of_broken_ties(module)
+
+    def _check(self, name: str, param: Any) -> None:
+        mesh = param.device_mesh
+        what = (
+            f"parameter {name!r} is a DTensor ({', '.join(map(repr, param.placements))} on a mesh of "
+            f"{' x '.join(map(str, mesh.shape))})"
+        )
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{what}: a mesh of one dimension is expected, that of the tensor ranks. Pass it alone: "
+                'parallelize_module(module, mesh["tp"], plan)'
+            )
+        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that nobody has added up (Partial) has no
+        # value to step.
+        if type(param.placements[0]) not in (Shard, Replicate):
+            raise ValueError(f"{what}: only Shard and Replicate are understood here, as parallelize_module makes them")
+        if mesh != self._mesh:
+            raise ValueError(f"{what}, and another parameter on another mesh: one mesh of tensor ranks is expected")
+        shared = sorted(self._dp_ranks.intersection(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ValueError(
+                f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too, "
+                "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
+                'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
+                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
+                "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
+                "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
+            )
+
+    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        return {name: name for name, param in named.items() if not self.parts.is_cut(param)}
+
     def is_counted_here(self, param: Tensor) -> bool:
-        return self.tensor_ranks is None or self.tensor_ranks.is_rank_zero or self.is_cut(param)
+        return self.ranks is None or self.ranks.is_rank_zero or self.parts.is_cut(param)
 
-    # --- the tensor ranks --------------------------------------------------------------------------------------------
-
-    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
-        if self.tensor_ranks is not None:
-            self.tensor_ranks.broadcast_all([self.local_view(tensor) for tensor in tensors if not self.is_cut(tensor)])
+    def broadcast_common(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
+        if self.ranks is not None:
+            parts = self.parts
+            self.ranks.broadcast_all([parts.local_view(tensor) for tensor in tensors if not parts.is_cut(tensor)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
     ) -> None:
-        if self.tensor_ranks is not None:
+        if self.ranks is not None:
             rows = [[name, list(p.shape), str(p.dtype), self._placement(p)] for name, p in named.items()]
             what = "parameter (name, whole shape, dtype, placement)"
             where = "place (name, bucket, first element)"
-            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.tensor_ranks)
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.tensor_ranks is not None and not self._has_seen_batch:
-            self._has_seen_batch = True
-            check_first_batch(args, kwargs, self.tensor_ranks, self._device)
+            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.ranks)
 
     def _placement(self, param: Tensor) -> str:
         return repr(param.placements) if isinstance(param, DTensor) else "plain"
-
-    def close(self) -> None:
-        if self.tensor_ranks is not None:
-            self.tensor_ranks.close()
-        if self._end is not None:
-            self._end()
 
 
 def _warn_of_broken_ties(module: nn.Module) -> None:
@@ -251,16 +242,3 @@ def _warn_of_broken_ties(module: nn.Module) -> None:
                 "wrapped",
                 stacklevel=2,
             )
-
-
-class StagedTensorParts(StageParts, DTensorParts):
-    """This tensor rank's parts of the parameters of one stage, of which some are DTensors, or none.
-
-    Args:
-        staged: with a tensor mesh, which its DTensors have; it or a module around it is ``module``.
-        process_group: the data-parallel ranks; None for all.
-    """
-
-    def __init__(self, staged: StagedModule, module: nn.Module, process_group: ProcessGroup | None) -> None:
-        StageParts.__init__(self, staged, module)
-        DTensorParts.__init__(self, module, process_group, staged.tensor_mesh)

@@ -38,7 +38,7 @@ def norm_of_grads(shard_set: ShardSet, grads: Mapping[int, Tensor], norm_type: f
     if shard_set.strangers.params:
         # One number on all ranks among which parameters are divided.
         owners = [shard_set.engine.collectives] if shard_set.sharded else []
-        norm = shard_set.strangers.join_norm(norm, norm_type, [*owners, *shard_set.engine.local_parts.model_groups])
+        norm = shard_set.strangers.join_norm(norm, norm_type, [*owners, *shard_set.engine.model_parallel.collectives])
     return _in_norm_dtype(shard_set, norm)
 
 
@@ -46,7 +46,7 @@ def num_zeros(shard_set: ShardSet) -> Tensor:
     """Returns the number of zeros in the reduced gradients, without strangers'. Collective."""
     owners: list[Collectives] = [] if (ranks := shard_set.owner_collectives) is None else [ranks]
     counted, engine = _counted(shard_set, owned_grads(shard_set)), shard_set.engine
-    return count_zeros([*counted.values()], [*owners, *engine.local_parts.model_groups], engine.device)
+    return count_zeros([*counted.values()], [*owners, *engine.model_parallel.collectives], engine.device)
 
 
 def param_norm(shard_set: ShardSet, norm_type: float) -> Tensor:
@@ -67,7 +67,7 @@ def _owned_weights(shard_set: ShardSet) -> list[Tensor]:
     engine, owned = shard_set.engine, list[Tensor]()
     strangers = {id(param) for param in shard_set.strangers.params}
     for param in shard_set.params():
-        if id(param) in strangers or not engine.local_parts.is_counted_here(param):
+        if id(param) in strangers or not engine.model_parallel.is_counted_here(param):
             continue
         if shard_set.sharded and (index := shard_set.followed_index(param)) is not None:
             shard = shard_set.shards.get(index)
@@ -79,12 +79,12 @@ def _owned_weights(shard_set: ShardSet) -> list[Tensor]:
 
 def _counted(shard_set: ShardSet, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """The gradients that this tensor rank counts."""
-    counts_here, params = shard_set.engine.local_parts.is_counted_here, shard_set.engine.params
-    return {index: grad for index, grad in grads.items() if counts_here(params[index])}
+    is_counted_here, params = shard_set.engine.model_parallel.is_counted_here, shard_set.engine.params
+    return {index: grad for index, grad in grads.items() if is_counted_here(params[index])}
 
 
 def _over_model(shard_set: ShardSet, norm: Tensor, norm_type: float) -> Tensor:
-    for ranks in shard_set.engine.local_parts.model_groups:
+    for ranks in shard_set.engine.model_parallel.collectives:
         norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
     return norm
 

@@ -20,7 +20,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Finding
     """
     check_main_params(optimizer, engine)
     # Where every rank steps whole parameters it may be any optimizer; parts of tensor-parallel ones are no wholes.
-    if engine.layout.num_shards == 1 and not engine.local_parts.model_groups:
+    if engine.layout.num_shards == 1 and not engine.model_parallel.collectives:
         return None
     findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
     if findings.reason is not None:

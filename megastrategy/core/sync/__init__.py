@@ -1,6 +1,6 @@
 """When gradients are reduced and weights gathered."""
 
-from .backward import BackwardWatch
+from .backward import BackwardWatch, DeferredBatch
 from .bucket_planner import BucketPlanner
 from .clip_grads import (
     check_finite,
@@ -14,16 +14,14 @@ from .clip_grads import (
 )
 from .loss_tokens import read_count, weigh
 from .param_gather import ParamGather
-from .pipeline_backwards import StagedBackwards, StagedReducer
 from .reducer import Reducer
 
 __all__ = [
     "BackwardWatch",
     "BucketPlanner",
+    "DeferredBatch",
     "ParamGather",
     "Reducer",
-    "StagedBackwards",
-    "StagedReducer",
     "check_finite",
     "count_zeros",
     "norms_of",

@@ -116,13 +116,3 @@ def describe_microbatches(by_rank: Mapping[str, int]) -> str:
         + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
         "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
     )
-
-
-def describe_broken_promise(promise: str, rank: int, names: Sequence[str], *, has_none: bool) -> str:
-    """Says which parameters were used against what the configuration promises, and what to do."""
-    first = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-    return (
-        f"rank {rank}: {len(names)} parameter(s) received {'no gradient' if has_none else 'a gradient'} in this "
-        f"backward against {promise}: {first}. Drop the option (unused parameters are handled by default, at one byte "
-        "a parameter a step), or freeze what is never used"
-    )

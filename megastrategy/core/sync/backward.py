@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..buffers import NO_TASK
+from ..errors import MegastrategyError
 
 
 class BackwardPhase(enum.Enum):
@@ -90,6 +91,27 @@ class Preparation:
     def decision(self) -> bool | None:
         """Whether the next backward is synchronised; None where that is asked when it starts."""
         return None if self.inside_forward else self.syncs
+
+
+@dataclasses.dataclass
+class DeferredBatch:
+    """A batch of several backwards, whose reductions are waited for at its end and not at that of the last backward.
+
+    Attributes:
+        why_not_counted: the error message for a loss whose tokens are counted outside of the batch.
+        is_open: whether one has begun.
+        has_synced: whether one of its backwards was synchronised, and others follow it.
+        refusal: the first error with which all data-parallel ranks refused one of its backwards.
+    """
+
+    why_not_counted: str
+    is_open: bool = False
+    has_synced: bool = False
+    refusal: MegastrategyError | None = None
+
+    def begin(self) -> None:
+        """The backwards from here on are of a new batch."""
+        self.is_open, self.has_synced, self.refusal = True, False, None
 
 
 class FollowsBackwards(Protocol):

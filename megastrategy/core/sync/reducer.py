@@ -26,7 +26,6 @@ backward that is prepared takes in what is still there, and so does a sharded st
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,16 +34,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..buffers import FiniteCheck, GradBuffers, inside_backward, inside_node
-from ..collectives import Collectives, Handle, Handles
+from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
-from ..errors import BucketInFlightError, LossTokensError, MegastrategyError, UnusedParameterError
+from ..errors import (
+    BucketInFlightError,
+    LossTokensError,
+    MegastrategyError,
+    MicrobatchMismatchError,
+    NonFiniteGradError,
+)
 from ..events import Event, EventKind, Listener, profiler_range
 from ..layout import BufferLayout
-from ..module import CopyExchange, GradAccumulators, GradHooks
-from .agreement import Agreement, Reasons, describe_broken_promise, name_of
-from .backward import BackwardPhase, BackwardWatch, Preparation
+from ..module import GradAccumulators, GradHooks, ModelGroup
+from .agreement import Agreement, Reasons, name_of
+from .arrivals import LateGrads, UsedParams
+from .backward import BackwardPhase, BackwardWatch, DeferredBatch, Preparation
 from .bucket_planner import BucketPlanner
+from .launched_buckets import LaunchedBuckets
 from .loss_tokens import TOO_LATE, LossTokens
+
+_REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
+"""The errors that all data-parallel ranks raise alike in a backward."""
 
 
 class Reducer:
@@ -60,6 +70,7 @@ class Reducer:
 
     Attributes:
         backwards: refers to the engine that it belongs to.
+        batch: whether reductions are waited for at the end of a batch; None for at the end of each backward.
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class Reducer:
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
-        self._collectives, self._shard_collectives, self._tensor_ranks = collectives, shard_collectives, tensor_ranks
+        self._collectives, self._tensor_ranks = collectives, tensor_ranks
         self._config, self._should_sync, self._listener = config, should_sync, listener
 
         self._phase = BackwardPhase.IDLE
@@ -86,15 +97,9 @@ class Reducer:
         self._prepared = Preparation()
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
-        self._epoch = 0
-        self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
-        self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._handles: list[Handle] = []  # by bucket, in launch order
-        self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
-        self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
-        self._late_grads: dict[int, Tensor] = {}
-        self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
+        self._launched = LaunchedBuckets(collectives, shard_collectives, listener, average=config.average_in_collective)
+        self._used, self._late = UsedParams(config), LateGrads()
         self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
             name_of(collectives, tensor_ranks),
             lambda device: collectives.wait_for_device(device, "a collective before check_for_nan_in_grad"),
@@ -103,13 +108,10 @@ class Reducer:
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
         """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
-        # has_synced: where a batch has several synchronised backwards, one has been
-        self._has_local_grads = self._has_agreed = self._has_synced = False
+        self._has_local_grads = self._has_agreed = False
+        self.batch: DeferredBatch | None = None
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self.tokens = LossTokens(name_of(collectives, tensor_ranks))
-        self._needed: list[bool] = []  # which parameters required gradients in the last backward
-        self._static_used: list[bool] | None = None
-        self._static_local: list[bool] = []
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
@@ -120,8 +122,7 @@ class Reducer:
         first = len(self._params)
         self.layout = layout
         self._params += params[first:]
-        self._seen += [0] * (len(params) - first)
-        self._kept += [False] * (len(params) - first)
+        self._used.extend(len(params))
         self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
@@ -132,7 +133,7 @@ class Reducer:
 
     def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
         """Everything has moved to another layout, between two backwards."""
-        assert not self._handles, "nothing is on the wire"
+        assert not self._launched.num, "nothing is on the wire"
         self.layout, self.buffers = layout, buffers
         self.tokens.move(buffers)
         self._bucket_of = [slot.bucket for slot in layout.slots]
@@ -141,16 +142,13 @@ class Reducer:
         """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
         self.abort_unfinished()
         self._hooks.remove()
-        self._handles = []
+        self._launched.forget()
         self._accumulators.drop()
         self.tokens.is_used = False
-        self._in_flight.clear()
 
     def abort_unfinished(self) -> None:
         """Ends on the device what a backward that failed had launched there: it may wait for a rank that is gone."""
-        # NCCL's watchdog would else end this process when another rank gives up, and aborts.
-        if self._handles or self._in_flight:
-            self._collectives.abort()
+        self._launched.abort()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -176,11 +174,15 @@ class Reducer:
 
     def drop_unfinished(self) -> None:
         """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
+        if not self._is_in_batch:  # whose reductions are on their way
+            self._drop_unfinished()
+
+    def _drop_unfinished(self) -> None:
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
-            self._wait_for_launched()
+            for _ in self._launched.wait():
+                pass
             self._late.clear()
-            self._late_grads.clear()
             self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
             self._has_local_grads = False
             self.buffers.drop_unfinished()
@@ -230,18 +232,18 @@ class Reducer:
                 return
             self._begin_backward()
         elif param.grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
-            if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):  # on the wire
+            if self._phase is BackwardPhase.SYNCHRONISING and bucket < self._launched.num:  # on the wire
                 self._on_late_grad(index)
                 return
             self.buffers.adopt_grad(index)
-        self.buffers.has_grad[index], self._kept[index] = True, False
+        self.buffers.has_grad[index] = True
+        is_first = self._used.add(index)
         syncs = self._phase is BackwardPhase.SYNCHRONISING
         if syncs and self._planner is not None:
             self._planner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
-        if syncs and self._seen[index] != self._epoch:  # two parts of one gradient are not two gradients
-            self._seen[index] = self._epoch
+        if syncs and is_first:  # two parts of one gradient are not two gradients
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
                 self._launch_ready()
@@ -250,17 +252,15 @@ class Reducer:
         self._ends_window = self._should_sync(self._prepared.decision)
         syncs = self._ends_window or self.buffers.reduces_every_backward
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
-        self._epoch += 1
-        needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
-        if needed != self._needed:  # what static_graph agreed on was of other parameters
-            self._needed, self._static_used = needed, None
+        self._used.begin_backward(self._params)
+        needed = self._used.is_needed
         # A bucket with a gradient that came in two parts before expects one too many, so that it waits for the end.
-        deferred = {self._bucket_of[index] for index in self._deferred}
+        deferred = {self._bucket_of[index] for index in self._late.deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
         self.tokens.begin_backward()
         self._unprepared.clear()
-        if syncs and self._planner is not None and not self._has_synced:
+        if syncs and self._planner is not None and not (self.batch is not None and self.batch.has_synced):
             self._planner.start()
         self.buffers.open()
         if not self.backwards.knows_outermost():
@@ -287,14 +287,58 @@ class Reducer:
         return wanted
 
     def _end_synchronised(self) -> BufferLayout | None:
-        wanted = self.finish_grad_sync()
+        if (batch := self.batch) is not None and batch.is_open:
+            batch.has_synced = not self.buffers.reduces_every_backward
+            # Pooled gradients are reduced after every backward, and nothing but the last reduction may be left.
+            if self._ends_window:
+                return None
+        try:
+            wanted = self.finish_grad_sync()
+        except _REFUSALS as refusal:
+            if batch is None or not batch.is_open:
+                raise
+            self._drop_unfinished()
+            batch.refusal = batch.refusal or refusal  # other ranks wait for the rest of the batch
+            return None
         self._is_unfinished = False
         return wanted
+
+    # --- a batch of several backwards --------------------------------------------------------------------------------
+
+    @property
+    def _is_in_batch(self) -> bool:
+        return self.batch is not None and self.batch.is_open
+
+    @property
+    def would_sync(self) -> bool:
+        """Whether a backward would be synchronised that no forward has decided about."""
+        return self._should_sync(None)
+
+    def begin_batch(self, batch: DeferredBatch) -> None:
+        """The backwards from here on launch reductions, and leave it to :meth:`finish_batch` to wait for them."""
+        batch.begin()
+        self.tokens.is_of_batch = True  # a bucket that is on its way has no gradients, and they are not dropped
+        self.tokens.drop()
+
+    def finish_batch(
+        self, batch: DeferredBatch, copies: ModelGroup
+    ) -> tuple[BufferLayout | None, MegastrategyError | None]:
+        """As :meth:`finish_grad_sync`, also where no backward came here: ranks that wait for this one get zeros.
+
+        Returns also the error with which all data-parallel ranks refuse the gradients, if they do.
+        """
+        batch.is_open = False
+        self._has_local_grads |= bool(self._params)
+        try:
+            wanted = self.finish_grad_sync(copies)
+        except _REFUSALS as refusal:
+            return None, refusal
+        return (wanted, None) if batch.refusal is None else (None, batch.refusal)
 
     def _on_late_grad(self, index: int) -> None:
         bucket = self._bucket_of[index]
         self.buffers.check_late_main_grad(index)
-        if not self._agrees():
+        if not self._used.are_exchanged:
             raise BucketInFlightError(
                 f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
                 f"bucket {bucket} had been launched (a second backward inside the first, or a layer used by two "
@@ -302,7 +346,6 @@ class Reducer:
                 "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
             )
         self._late.add(index)
-        self._deferred.add(index)
         if self._planner is not None:
             self._planner.note(index)
 
@@ -312,8 +355,11 @@ class Reducer:
         """Returns the window that counts losses.
 
         Raises:
-            LossTokensError: if the others, with which nothing is agreed on any more, would not know of it.
+            LossTokensError: if the others, with which nothing is agreed on any more, would not know of it, or in a
+                model whose losses are all inside of a batch, outside of one.
         """
+        if self.batch is not None and not self.batch.is_open:
+            raise LossTokensError(self.batch.why_not_counted)
         if not (self.tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
             raise LossTokensError(TOO_LATE)
         return self.tokens.begin_use(is_open=self._has_local_grads or not self._ends_window)
@@ -323,15 +369,15 @@ class Reducer:
     @property
     def has_local_grads(self) -> bool:
         """Whether something is accumulated of which nothing was sent."""
-        return self._has_local_grads and not self._handles
+        return self._has_local_grads and not self._launched.num
 
-    def finish_grad_sync(self, copies: CopyExchange | None = None) -> BufferLayout | None:
+    def finish_grad_sync(self, copies: ModelGroup | None = None) -> BufferLayout | None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
         Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
 
         Args:
-            copies: parameters of which other ranks have copies, whose gradients are added up.
+            copies: adds up the gradients of parameters that ranks of other stages have as well.
 
         Returns:
             The layout that everything should move to now, the same on all ranks; None to stay in the present one.
@@ -346,10 +392,10 @@ class Reducer:
             return None
         # Pooled gradients of a backward under no_sync() are not; those that a step asks for are.
         is_final = self._ends_window or not (self._is_unfinished and self.buffers.reduces_every_backward)
-        self._check_promises()
-        self._is_unfinished = True
-        while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
-            self._launch(len(self._handles))
+        self._used.check_promises(self.buffers, self._collectives.rank)
+        self._is_unfinished, copies = True, copies or ModelGroup()
+        while self._launched.num < len(self.layout.buckets):  # used here or not: all ranks launch the same
+            self._launch(self._launched.num)
         self._emit(EventKind.WAIT_START, 0)
         self._phase = BackwardPhase.WAITING
         try:
@@ -358,26 +404,25 @@ class Reducer:
                 try:
                     late_buckets, moves = self._agree()
                 except MegastrategyError:
-                    if copies is not None:  # whose ranks wait for this one's, and learn of the refusal afterwards
-                        copies.agree_on_copies(self._params, list(self.buffers.has_grad))
-                        copies.add_up_copies(self._params, self.buffers.local_bucket_of)
+                    # The ranks with copies wait for those of this one, and learn of the refusal afterwards.
+                    copies.agree_on_copies(self._params, list(self.buffers.has_grad))
+                    copies.add_up_copies(self._params, self.buffers.local_bucket_of)
                     raise
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
-                if copies is not None:
-                    copies.agree_on_copies(self._params, self.buffers.has_grad)
-                self._wait_for_launched(publish=True)
+                copies.agree_on_copies(self._params, self.buffers.has_grad)
+                for bucket in self._launched.wait():
+                    self._late.detach(self.layout.buckets[bucket], self.buffers)
+                    self.buffers.publish(bucket)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                if copies is not None:
-                    copies.add_up_copies(self._params, self.buffers.local_bucket_of)
+                copies.add_up_copies(self._params, self.buffers.local_bucket_of)
                 if is_final:
                     self.tokens.finish(self._collectives, self._tensor_ranks)
-            self._kept[:] = self.buffers.has_grad
+            self._used.note_reduced(self.buffers.has_grad)
         finally:
             self._phase = BackwardPhase.IDLE
             self._emit(EventKind.WAIT_END, 0)
-            self._in_flight.clear()
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
@@ -398,65 +443,22 @@ class Reducer:
         if not local:
             return
         self.buffers.open()
-        self._epoch += 1
+        self._used.begin_unprepared()
         for index in local:
-            self.buffers.has_grad[index], self._kept[index], self._seen[index] = True, False, self._epoch
+            self.buffers.has_grad[index] = True
+            self._used.add(index)
         self._has_local_grads = True
 
     def _launch_ready(self) -> None:
-        while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
-            self._launch(len(self._handles))
+        while self._launched.num < len(self._missing) and self._missing[self._launched.num] == 0:
+            self._launch(self._launched.num)
 
     def _launch(self, bucket: int) -> None:
         with profiler_range("reduce", bucket):
             self.buffers.seal(bucket)
             if self._config.check_for_nan_in_grad:
                 self.buffers.find_nonfinite(bucket, self._nonfinite)
-            self._handles.append(self._start_reduction(bucket))
-
-    def _start_reduction(self, bucket: int) -> Handle:
-        """Launches a sealed bucket, piece by piece; where only ``max_in_flight`` may be sent, waits for the oldest."""
-        self._emit(EventKind.REDUCE_START, bucket)
-        pieces: list[Handle] = []
-        for piece in range(self.buffers.num_pieces(bucket)):
-            if len(self._in_flight) == self.buffers.max_in_flight:
-                self._wait_for_oldest()
-            pieces.append(self._send(*self.buffers.piece_to_reduce(bucket, piece)))
-            if self.buffers.max_in_flight is not None:
-                self._in_flight.append(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else Handles(pieces)
-
-    def _wait_for_oldest(self) -> None:
-        waits_anyhow = self._phase is BackwardPhase.WAITING
-        if not waits_anyhow:
-            self._emit(EventKind.WAIT_START, 0)
-        try:
-            self._in_flight[0].wait()  # and taken out when that has ended: nobody else may know of it
-            self._in_flight.popleft()
-        finally:
-            if not waits_anyhow:
-                self._emit(EventKind.WAIT_END, 0)
-
-    def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
-        mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
-        if sums is not None:
-            return self._shard_collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
-        if self.layout.num_shards > 1:
-            return self._shard_collectives.reduce_scatter(tensor, mean, scale_sum=average)
-        return self._collectives.all_reduce(tensor, mean, scale_sum=average)
-
-    def _wait_for_launched(self, *, publish: bool = False) -> None:
-        handles, self._handles = self._handles, []  # taken first: after an error nobody waits twice
-        pieces, self._in_flight = self._in_flight, collections.deque()
-        for bucket, handle in enumerate(handles):
-            handle.wait()
-            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
-            if publish:
-                for index in self._late.intersection(self.layout.buckets[bucket].params):
-                    self._late_grads[index] = self.buffers.pop_late_grad(index)
-                self.buffers.publish(bucket)
-        for handle in pieces:  # of a bucket that did not get as far as having a handle
-            handle.wait()
+            self._launched.launch(bucket, self.buffers)
 
     def _agree(self) -> tuple[list[int], bool]:
         """Makes ``has_grad`` say what any rank used. Returns the buckets in which any rank has late gradients, and
@@ -467,23 +469,25 @@ class Reducer:
             NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
             LossTokensError: if losses were counted by tokens in part.
         """
-        agrees = self._agrees()
+        agrees = self._used.are_exchanged
         has_grad = self.buffers.has_grad
         # A static graph publishes what any rank used in its first backward: a rank that used less of it gets the mean
         # all the same.
-        if not agrees and self._static_used is not None:
-            has_grad[:] = self._static_used
+        if not agrees and self._used.of_static_graph is not None:
+            has_grad[:] = self._used.of_static_graph
         planner = self._planner
-        wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
+        wants = planner is not None and planner.wants_other_order(
+            self.layout, self._late.deferred, self._used.is_needed
+        )
         # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
         # tokens is known alike only after an exchange, so the first backward has one.
         if not (self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed):
             return [], False
-        used = self._used_locally()
-        late_buckets = {self._bucket_of[index] for index in self._late}
+        used = self._used.unreduced(self.buffers)
+        late_buckets = {self._bucket_of[index] for index in self._late.params}
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view
-            late = {index: part_of(self.buffers.late_grad(index)) for index in self._late}
+            late = {index: part_of(self.buffers.late_grad(index)) for index in self._late.params}
             self._nonfinite.check_grads(late, self.layout)
         agreement = Agreement(
             used=list(has_grad),
@@ -502,51 +506,21 @@ class Reducer:
         if not agrees:
             return [], agreement.wants_other_order
         has_grad[:] = agreement.used
-        if self._config.static_graph:
-            self._static_used, self._static_local = list(has_grad), used
+        self._used.agree(has_grad, used)
         return [bucket for bucket, flag in enumerate(agreement.late) if flag], agreement.wants_other_order
-
-    def _agrees(self) -> bool:
-        """Whether a synchronised backward ends with an exchange of what was used."""
-        return self._config.find_unused_parameters and self._static_used is None
 
     def _must_agree(self) -> bool:
         """Whether every synchronised backward ends with an exchange."""
-        return self._agrees() or self._config.check_for_nan_in_grad
-
-    def _used_locally(self) -> list[bool]:
-        """Tells, by parameter, whether this rank has a gradient that was not reduced yet."""
-        if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
-            return [seen == self._epoch for seen in self._seen]
-        return [has and not kept for has, kept in zip(self.buffers.has_grad, self._kept, strict=True)]
-
-    def _check_promises(self) -> None:
-        has_grad = self._used_locally()
-        if self._static_used is not None:
-            changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
-            promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
-        elif not self._config.find_unused_parameters:
-            changed = [i for i, used in enumerate(has_grad) if not used and self._params[i].requires_grad]
-            promise = "find_unused_parameters=False: every parameter must be used"
-        else:
-            return
-        if changed:
-            names, has_none = [self.layout.params[index].name for index in changed], not has_grad[changed[0]]
-            raise UnusedParameterError(
-                describe_broken_promise(promise, self._collectives.rank, names, has_none=has_none)
-            )
+        return self._used.are_exchanged or self._config.check_for_nan_in_grad
 
     def _reduce_again(self, bucket: int) -> None:
         """Adds late gradients to a reduced bucket, on ranks that have some, and reduces it once more, on all."""
         buffers = self.buffers
-        late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
-        buffers.add_to_reduced(bucket, late)
+        buffers.add_to_reduced(bucket, self._late.pop(self.layout.buckets[bucket]))
         buffers.seal(bucket)
-        handle = self._start_reduction(bucket)
-        handle.wait()
-        self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
+        self._launched.reduce_again(bucket, buffers)
         buffers.publish(bucket)
 
-    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
+    def _emit(self, kind: EventKind, index: int) -> None:
         if self._listener is not None:
-            self._listener(Event(kind, index, ran_ns=ran_ns))
+            self._listener(Event(kind, index))

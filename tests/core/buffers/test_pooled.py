@@ -296,4 +296,4 @@ def test_a_failing_reduction_ends_backward_with_a_reason_on_all_ranks() -> None:
     assert isinstance(dead, ZeroDivisionError)
     assert isinstance(waiting, CollectiveError)
     assert "reduce-scatter did not complete" in str(waiting)
-    assert any("_start_reduction" in note for note in waiting.__notes__), "it waited inside backward"
+    assert any("_wait_for_oldest" in note for note in waiting.__notes__), "it waited inside backward"

@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.buffers import GradBuffers
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout.layout import Spans
+from megastrategy.core.sync.launched_buckets import LaunchedBuckets
 from megastrategy.core.sync.param_gather import ParamGather
-from megastrategy.core.sync.reducer import Reducer
 from tests.support.chosen_collectives import Choice, choosing
 from tests.support.doubles import FailingCollectives, OutOfLuckError
 from tests.support.engines import engines
@@ -273,12 +274,14 @@ class Forgotten(Handle):
 
 def forget_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first bucket is missing."""
-    start = Reducer._start_reduction
+    launch = LaunchedBuckets.launch
 
-    def start_and_forget(self: Reducer, bucket: int) -> Handle:
-        return Forgotten(start(self, bucket)) if bucket == 0 else start(self, bucket)
+    def launch_and_forget(self: LaunchedBuckets, bucket: int, buffers: GradBuffers) -> None:
+        launch(self, bucket, buffers)
+        if bucket == 0:
+            self._handles[bucket] = Forgotten(self._handles[bucket])
 
-    monkeypatch.setattr(Reducer, "_start_reduction", start_and_forget)
+    monkeypatch.setattr(LaunchedBuckets, "launch", launch_and_forget)
 
 
 def forget_gathers(monkeypatch: pytest.MonkeyPatch) -> None:

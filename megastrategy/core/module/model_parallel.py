@@ -1,0 +1,210 @@
+"""Groups of ranks that share one model, over and above the data-parallel ranks of each.
+
+Two questions are kept apart. *Where on this rank is a parameter's memory?* is for :class:`~.local_parts.LocalParts`.
+*Which other ranks have the same elements of it, or other parameters of the model?* is for the groups here.
+
+[Note: groups of one model]
+Each group of ranks is one :class:`ModelGroup`: tensor ranks, which have parts of the same parameters and one layout,
+and stages, which have other parameters and layouts of their own. Every rank has its own data-parallel ranks, over which
+its gradients are reduced. Only three things are joined over the groups: norms, "is any gradient not finite?" and
+checkpoints. They are joined over the data-parallel ranks first, then over the groups in the order of
+:attr:`ModelParallel.groups`, and in each in the order of its ranks, so that every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from ..collectives import Collectives, close_when_collected, make_collectives
+from .first_batch import check_first_batch
+
+
+class NamedOptimizer(Protocol):
+    """A sharded optimizer, as the groups see it that join its state."""
+
+    inner: torch.optim.Optimizer
+
+    def names_by_id(self) -> dict[int, str]:
+        """Returns the names of the optimizer's parameters by ``id``."""
+
+
+class GroupState(ABC):
+    """Joins the saved state of ranks that have other parameters of the model, and divides it again."""
+
+    @abstractmethod
+    def join(self, optimizer: NamedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of all ranks' optimizers on the first rank; elsewhere "state" is None. Collective.
+
+        Raises:
+            CheckpointError: on all ranks of the group, if their optimizers have different groups.
+        """
+
+    @abstractmethod
+    def join_groups(self, optimizer: NamedOptimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the parameter groups of all ranks, with names for parameters. Collective; raises as :meth:`join`."""
+
+    @abstractmethod
+    def join_main_params(self, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Returns main params of all ranks by name on the first rank, None elsewhere. Collective."""
+
+    @abstractmethod
+    def divide(self, optimizer: NamedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of the whole model's state, under its optimizer's numbers. Collective."""
+
+    @abstractmethod
+    def divide_groups(self, optimizer: NamedOptimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the options of the whole model's groups as those of this rank's groups."""
+
+    @abstractmethod
+    def divide_main_params(self, optimizer: NamedOptimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns main params under the names that this rank's parameters have."""
+
+
+class ModelGroup:
+    """One group of ranks that share the model. The methods here suit a group in which nothing has to be done.
+
+    Attributes:
+        rank_name: what error messages call a rank of the group.
+        ranks: None before :meth:`connect`, and if this rank is the only one.
+        has_other_params: whether the ranks have other parameters of the model, in layouts of their own, and not parts
+            of the same parameters in one layout.
+        runs_backwards: whether the module's forward runs the backwards of a batch, too.
+        state: joins saved state if ``has_other_params``, from :meth:`connect` on; None otherwise.
+        names_elsewhere: the names of parameters and buffers that only other ranks have.
+    """
+
+    rank_name = "rank"
+    ranks: Collectives | None = None
+    state: GroupState | None = None
+    has_other_params = False
+    runs_backwards = False
+    names_elsewhere: Collection[str] = ()
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], object]] = []  # of process groups
+        self._device = torch.device("cpu")
+        self._has_seen_batch = False
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the process groups. Collective over the group."""
+        self._device = device
+
+    def _connected(self, group: ProcessGroup, passed: ProcessGroup) -> Collectives:
+        """Returns collectives that end with this object, and the group with them unless user code ``passed`` it."""
+        ranks = make_collectives(group, self._device)
+        own = group if group is not passed else ranks.host.group if ranks.host is not ranks else None
+        self._ends.append(close_when_collected(self, ranks, own))
+        return ranks
+
+    def attach(self, engine: Any) -> None:
+        """The engine is complete; the group may keep a weak reference."""
+
+    def detach(self) -> None:
+        """The engine is closed."""
+
+    def close(self) -> None:
+        """Ends the process groups that were made in :meth:`connect`."""
+        for end in self._ends:
+            end()
+
+    def check(self, module: nn.Module) -> None:
+        """Raises ValueError for a parameter that the group cannot share."""
+
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
+        """Raises LayoutMismatchError, on all ranks of the group, if their models do not match. Collective."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares the arguments of the first forward that trains; see check_first_batch. Collective in that one."""
+        if self.ranks is not None and not self._has_seen_batch:
+            self._has_seen_batch = True
+            check_first_batch(args, kwargs, self.ranks, self._device, of_stages=self.has_other_params)
+
+    def takes_zero_grad(self) -> bool:
+        """Whether gradients are to be kept in a ``zero_grad`` that comes now."""
+        return False
+
+    # --- parameters that several ranks of the group have -------------------------------------------------------------
+
+    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        """Returns, by name here, the name in the model of those parameters that several ranks have alike."""
+        return {}
+
+    def broadcast_common(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
+        """Gives those of the tensors that several ranks have alike the values of the first of these ranks. Collective.
+
+        ``joins``: the tensors are parameters that were unfrozen in training.
+        """
+
+    def is_counted_here(self, param: Tensor) -> bool:
+        """Whether sums over the group (a norm, a count) include this rank's elements: true on one rank for each."""
+        return True
+
+    def needs_own_bucket(self, param: Tensor) -> bool:
+        """Whether the parameter needs a bucket without any other parameter."""
+        return False
+
+    def name_in_model(self, name: str) -> str:
+        """Returns the name that the parameter has in a model of one process: a copy has that of the first."""
+        return name
+
+    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        """Sets ``has_grad`` of a parameter if any rank with a copy has a gradient. Collective over these ranks."""
+
+    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        """Adds up the gradients of copies, in place; ``grad_of`` returns them by index. Collective."""
+
+
+class ModelParallel:
+    """The groups of ranks that share the wrapped model, in one order on all ranks: tensor ranks first."""
+
+    def __init__(self, groups: Iterable[ModelGroup] = ()) -> None:
+        self.groups = tuple(groups)
+
+    @property
+    def collectives(self) -> tuple[Collectives, ...]:
+        """The groups of several ranks, to be joined over one after the other; see [Note: groups of one model]."""
+        return tuple(group.ranks for group in self.groups if group.ranks is not None)
+
+    @property
+    def tensor_ranks(self) -> Collectives | None:
+        """The ranks that have parts of the same parameters, in one layout; None if there is only one."""
+        return next((group.ranks for group in self.groups if not group.has_other_params), None)
+
+    @property
+    def states(self) -> list[GroupState]:
+        """Those that join saved state, of the groups whose ranks have other parameters of the model."""
+        return [group.state for group in self.groups if group.state is not None]
+
+    @property
+    def runs_backwards(self) -> bool:
+        """Whether the module's forward runs the backwards of a batch, too."""
+        return any(group.runs_backwards for group in self.groups)
+
+    @property
+    def names_elsewhere(self) -> frozenset[str]:
+        """The names of parameters and buffers that only other ranks have."""
+        return frozenset().union(*(group.names_elsewhere for group in self.groups))
+
+    def broadcast_common(self, tensors: Sequence[Tensor], *, joins: bool = False) -> None:
+        """See :meth:`ModelGroup.broadcast_common`."""
+        for group in self.groups:
+            group.broadcast_common(tensors, joins=joins)
+
+    def is_counted_here(self, param: Tensor) -> bool:
+        """Whether sums over all ranks of the model include this rank's elements: true on one rank for each."""
+        return all(group.is_counted_here(param) for group in self.groups)
+
+    def name_in_model(self, name: str) -> str:
+        """Returns the name that the parameter has in a model of one process."""
+        for group in self.groups:
+            name = group.name_in_model(name)
+        return name

@@ -1,0 +1,72 @@
+"""Finds the groups of ranks that share a module, tensor ranks by its DTensors, and others by the module's own word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .local_parts import LocalParts, dtensors_of
+from .model_parallel import ModelGroup, ModelParallel
+
+
+class StagedModule(nn.Module):
+    """A module with some of a model's layers.
+
+    Attributes:
+        stage_group: the ranks that have the others, in any order; None if this one has all.
+        tensor_mesh: of one dimension, the ranks that have parts of the same layers; None where layers are whole.
+        names_elsewhere: the names, in this module, of parameters and buffers that only other ranks have.
+    """
+
+    stage_group: ProcessGroup | None = None
+    tensor_mesh: DeviceMesh | None = None
+    names_elsewhere: Collection[str] = ()
+
+    def make_group(self, module: nn.Module, parts: LocalParts) -> ModelGroup:
+        """Returns the group of the ranks that have the layers; ``module`` is this one or has it as a submodule."""
+        raise NotImplementedError
+
+
+def find_staged(module: nn.Module) -> StagedModule | None:
+    """Returns the staged module in ``module`` that several ranks share; None if there is none.
+
+    Raises:
+        ValueError: if there are two.
+    """
+    staged = [child for child in module.modules() if isinstance(child, StagedModule) and child.stage_group is not None]
+    if len(staged) > 1:
+        raise ValueError("there are two pipelines in the module: one schedule is expected, of one chain of layers")
+    return staged[0] if staged else None
+
+
+def names_elsewhere(module: nn.Module) -> frozenset[str]:
+    """Returns the names in ``module`` of the parameters and buffers that only other ranks have."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        if isinstance(child, StagedModule)
+        for name in child.names_elsewhere
+    )
+
+
+def find_groups(module: nn.Module, process_group: ProcessGroup | None) -> tuple[LocalParts, ModelParallel]:
+    """Returns where this rank has the module's parameters, and which ranks share the model with it.
+
+    Args:
+        process_group: the data-parallel ranks; None for all.
+    """
+    staged, parts = find_staged(module), LocalParts()
+    groups: list[ModelGroup] = []
+    mesh = staged.tensor_mesh if staged is not None else None
+    if mesh is not None or (staged is None and dtensors_of(module)):
+        # Imported here: a model without tensor-parallel parameters does not pay for torch's DTensor.
+        from .tensor_parallel import TensorGroup
+
+        groups.append(tensor := TensorGroup(module, process_group, mesh))
+        parts = tensor.parts
+    if staged is not None:
+        groups.append(staged.make_group(module, parts))
+    return parts, ModelParallel(groups)
