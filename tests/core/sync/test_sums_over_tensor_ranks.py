@@ -132,7 +132,7 @@ def got(mesh: Any, how: Any, mode: Mode) -> tuple[dict[str, Tensor | None], dict
     ours, in the last backward."""
     trainee = Trainee.make(mesh, Case(mode))
     params = dict(trainee.module.named_parameters())
-    ranks = trainee.model.engine.local_parts.tensor_ranks
+    ranks = trainee.model.engine.model_parallel.tensor_ranks
     assert ranks is not None
     counts, theirs = [0, 0], CommDebugMode()
     counted = theirs if how is thrice else contextlib.nullcontext()  # it sees every operation, for a fifth of the time
