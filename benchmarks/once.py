@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import megastrategy
-from megastrategy._lightning import posted_signals
+from megastrategy._lightning import shared_signals
 
 from .measure import order_of_round
 from .processes import Rank, loopback_places, run_ranks
@@ -96,12 +96,12 @@ def _fits(rank: Rank) -> dict[str, Turn]:
 
 
 def _looks() -> dict[str, Turn]:
-    posted = posted_signals.PostedSignals()
-    posted_signals.LOOK_S = 0.0  # no looks are left out
+    signals = shared_signals.SharedSignals()
+    shared_signals.INTERVAL_S = 0.0  # no poll is left out
 
     def look() -> None:
         for _ in range(1000):
-            posted.look(0)
+            signals.poll(0)
 
     return {"a thousand looks for a signal": Turn(look)}
 

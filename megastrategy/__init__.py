@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
         return Pipeline
     if name == "plan":
-        # A tool, which nobody pays for who does not ask for it.
+        # A tool, imported only when it is used.
         from .tools.plan.partitions import plan
 
         return plan

@@ -13,7 +13,7 @@ def no_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Megatron-LM's rule: a parameter decays unless it has at most one dimension (gains of norms, biases) or its name ends
     in ``bias``. A tied parameter comes once, by its first name. Frozen ones are in the groups too, as in
-    ``module.parameters()``: an optimizer leaves what has no gradient alone, and trains it from the day it is unfrozen.
+    ``module.parameters()``: an optimizer skips parameters without a gradient, and trains them once they are unfrozen.
 
     Args:
         module: before or after it is wrapped.

@@ -1,15 +1,15 @@
-"""Finds the wrapper of a module, and the models of an optimizer, among those that a door has wrapped."""
+"""Finds the wrappers of modules and optimizers among those that a door has made, and the models of an optimizer."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .core import DistributedDataParallel, DistributedDataParallelConfig
+from .core import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
 Model = TypeVar("Model", bound=DistributedDataParallel)
 
@@ -19,12 +19,13 @@ class PreparedModels(Generic[Model]):
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[Module], weakref.ref[Model]]] = []
+        self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[Model]]] = []
 
     def __reduce__(self) -> tuple[type[PreparedModels[Model]], tuple[()]]:
         return type(self), ()
 
     def add(self, module: Module, model: Model) -> Model:
-        """Notes that ``model`` was made for a user's module, which it may hold inside of another one."""
+        """Registers the wrapper of a user's module, which it may hold inside of another module."""
         self._known.append((weakref.ref(module), weakref.ref(model)))
         return model
 
@@ -34,7 +35,7 @@ class PreparedModels(Generic[Model]):
         self._known = [refs for refs, _ in alive]
         return [model for _, model in alive]
 
-    def of(self, modules: Iterable[Module]) -> list[Model]:
+    def wrappers_of(self, modules: Iterable[Module]) -> list[Model]:
         """Lists the open wrappers of these modules: the user's own, or the ones that the wrappers hold."""
         self.open()
         wanted = {id(module) for module in modules}
@@ -45,7 +46,7 @@ class PreparedModels(Generic[Model]):
         """Finds the wrapper that a module has already, if it fits; closes one that does not.
 
         A second wrapper would take the parameters out of the buffers that the first one's optimizer steps. One does not
-        fit if the module was unfrozen or cast since, or wants other options: its buffers are laid out for what it was.
+        fit if the module was unfrozen or cast since, or the options differ: its buffers have the old layout.
         Rank 0's weights are sent again, as torch DDP's second wrap does. Collective then.
         """
         self.open()
@@ -60,11 +61,11 @@ class PreparedModels(Generic[Model]):
     def owners(self, optimizer: Optimizer, prepare: str) -> list[Model]:
         """Finds the one model that has all of the optimizer's parameters, or the models that have some of them.
 
-        Several are given only where whole fp32 parameters are stepped, which any optimizer does as it is.
+        Several are returned only where unsharded fp32 parameters are stepped, which any optimizer can do.
 
         Args:
             optimizer: the user's.
-            prepare: what the door calls the making of a wrapper, for the error.
+            prepare: the door's word for making a wrapper, for the error.
 
         Raises:
             ValueError: if there are several, and it would have to be sharded.
@@ -83,3 +84,27 @@ class PreparedModels(Generic[Model]):
                 f"{owners[0].engine.all_reduce_option}"
             )
         return owners
+
+    def shard(self, optimizer: Optimizer, model: Model, log: Callable[[str], None]) -> DistributedOptimizer:
+        """Shards an optimizer over the ranks of its model, or finds the sharded one that was made for both before.
+
+        A second one would have a separate state, and both would step the same weights.
+        """
+        for known, owner in self.optimizers():
+            if known.optimizer is optimizer and owner is model:
+                return known
+        distributed = DistributedOptimizer(optimizer, model)
+        self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
+        model.engine.announce(log)
+        return distributed
+
+    def optimizers(self) -> list[tuple[DistributedOptimizer, Model]]:
+        """Lists the sharded optimizers that are alive, each with its open model."""
+        alive = [(refs, optimizer) for refs in self._optimizers if (optimizer := refs[0]()) is not None]
+        self._optimizers = [refs for refs, _ in alive]
+        pairs = [(optimizer, refs[1]()) for refs, optimizer in alive]
+        return [(optimizer, model) for optimizer, model in pairs if model is not None and not model.is_closed]
+
+    def sharded(self, optimizer: Any) -> DistributedOptimizer | None:
+        """Returns the sharded optimizer around one of the user's, or None."""
+        return next((known for known, _ in self.optimizers() if known.optimizer is optimizer), None)

@@ -1,9 +1,9 @@
-"""Says in one sentence what a training waits for, from what its ranks measured. Pure functions.
+"""Finds from the ranks' measurements what a training waits for. Pure functions.
 
 [Note: clocks of ranks]
 Launches are compared over ranks, whose clocks differ: by nothing between processes of a machine, by milliseconds
-between machines. A collective ends on all ranks at about the same moment, so where the backend tells when it ended
-(gloo) the medians of those ends put the clocks together. Elsewhere they are taken as they are.
+between machines. A collective ends on all ranks at about the same moment, so where the backend reports that time
+(gloo) the medians of those ends align the clocks. Elsewhere clocks are used as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 Kind = Literal["straggler", "input-bound", "link-bound", "compute-bound"]
 
 NOTABLE_SHARE = 0.1
-"""The part of the time from which on waiting for input or for communication is what a training is bound by."""
+"""The smallest part of the time from which a training counts as bound by input or communication."""
 LATE_SHARE = 0.05
 """The part of a step by which a straggler is late, at least."""
 LAST_SHARE = 2 / 3
@@ -27,7 +27,7 @@ FEWEST_LAUNCHES = 6
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """Holds what one rank measured, in milliseconds a step.
+    """The measurements of one rank, in milliseconds a step.
 
     Attributes:
         rank: its number.
@@ -35,8 +35,8 @@ class RankTimes:
         input_ms: of it, waiting for the next batch.
         gradients_ms: of it, waiting for gradients.
         parameters_ms: of it, waiting for new weights.
-        launches: when it launched the reduction of a bucket, and when that ended if the backend tells (else None), in
-            nanoseconds of its own clock; by number, which is the same on all ranks.
+        launches: when it launched the reduction of a bucket, and when that ended (None if the backend does not report
+            it), in nanoseconds of its own clock; by number, which is the same on all ranks.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """Counts how often a rank was the last to launch a bucket, with by how much, in the median of those.
+    """Counts how often a rank was the last to launch a bucket, and by how much, in the median of those.
 
     ``num_launches`` are the buckets that all ranks launched.
     """
@@ -66,7 +66,7 @@ class Lateness:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Says what a training is bound by.
+    """The bound of a training.
 
     Attributes:
         kind: in one word.
@@ -80,11 +80,11 @@ class Verdict:
 
 
 def verdict_of(ranks: Sequence[RankTimes], input_name: str = "waits for the next batch") -> Verdict:
-    """Judges what ranks measured; one rank may stand for all, if others' numbers are not known.
+    """Finds the bound from the ranks' numbers; those of one rank are enough if the others' are unknown.
 
     Args:
         ranks: at least one.
-        input_name: what is done in ``input_ms``.
+        input_name: the activity in ``input_ms``.
     """
     period_ms = statistics.fmean(rank.period_ms for rank in ranks)
     slowest_input = max(ranks, key=lambda rank: rank.input_ms)

@@ -1,7 +1,7 @@
-"""The oldest versions that the doors were tested with, and the error for what is older.
+"""The oldest versions that the doors were tested with, and the error for older ones.
 
 A door asks here before it imports its package, so that an old one is refused by name and version, and not by the first
-thing that it has not got yet. The minima stand in pyproject.toml too, and a test compares them: pip reads only those,
+name that it lacks. The minima are in pyproject.toml too, and a test compares them: pip reads only those,
 and only when it is asked for the extra.
 """
 
@@ -30,7 +30,7 @@ _DISTRIBUTIONS = {
 def require(package: str, minimum: str) -> None:
     """
     Raises:
-        ImportError: if the package is installed in a version before ``minimum``. One whose version nobody knows passes.
+        ImportError: if the package is installed in a version before ``minimum``. An unknown version passes.
     """
     top = package.partition(".")[0]
     found = _version(top)
@@ -44,9 +44,9 @@ def require(package: str, minimum: str) -> None:
 
 
 def _version(top: str) -> str | None:
-    """Returns the version of the imported module; else what pip knows, since importing an old package may fail."""
-    if (told := getattr(sys.modules.get(top), "__version__", None)) is not None:
-        return str(told)
+    """Returns the version of the imported module, or else pip's, since importing an old package may fail."""
+    if (version := getattr(sys.modules.get(top), "__version__", None)) is not None:
+        return str(version)
     for name in _DISTRIBUTIONS[top]:
         try:
             return importlib.metadata.version(name.partition("[")[0])

@@ -1,8 +1,8 @@
-"""Optimizers that a door leaves as they are, since no model that was set up has any of their parameters.
+"""Optimizers that a door does not shard, since no model that was set up has any of their parameters.
 
-Under torch DDP that is allowed: the model may come later, and a parameter that no model has is stepped by each rank
-with its own gradient. Here the first would train nothing where gradients are reduce-scattered, so the doors ask
-:meth:`WholeOptimizers.of` when a model comes; of the second a warning tells, once.
+torch DDP allows this: the model may come later, and a parameter that no model has is stepped by each rank with its own
+gradient. Here the first would train nothing where gradients are reduce-scattered, so the doors call
+:meth:`WholeOptimizers.refuse_earlier` when a model comes. The second is warned of, once.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from .core import DistributedDataParallel, DistributedOptimizer, describe_unredu
 
 
 class WholeOptimizers:
-    """Knows the whole optimizers of one door, by weak references.
+    """Knows the unsharded optimizers of one door, by weak references. ``warn`` shows a warning on one rank."""
 
-    Args:
-        tell: shows a warning to the user, on one rank.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._known: list[weakref.ref[Optimizer]] = []
 
     def add(self, optimizer: Optimizer) -> Optimizer:
-        """Registers the optimizer and returns it. It warns from now on of the first gradient that nobody reduces."""
+        """Registers the optimizer and returns it. It warns from now on of the first gradient that is not reduced."""
         if not any(known is optimizer for known in self._alive()):
             self._known.append(weakref.ref(optimizer))
-            optimizer.register_step_pre_hook(_Warning(self._tell))
+            optimizer.register_step_pre_hook(_Warning(self._warn))
         return optimizer
 
     def add_or_shard(self, optimizer: Optimizer, model: DistributedDataParallel) -> Optimizer:
@@ -43,11 +39,20 @@ class WholeOptimizers:
             return self.add(optimizer)
         return DistributedOptimizer(optimizer, model)
 
-    def of(self, model: DistributedDataParallel) -> Optimizer | None:
-        """Returns a known optimizer that has a trainable parameter of ``model``, which came after it; or None."""
+    def refuse_earlier(self, model: DistributedDataParallel, done: str, way_out: str) -> None:
+        """Closes ``model`` and raises ValueError if a known optimizer has a trainable parameter of it and cannot step
+        it: gradients would be placeholders, or 16-bit weights would be stepped without their main params.
+
+        ``done`` names the setup that came too early, and ``way_out`` the right order.
+        """
         params = {id(param) for param in model.engine.params}
-        groups = ((optimizer, group) for optimizer in self._alive() for group in optimizer.param_groups)
-        return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)
+        for optimizer in () if model.engine.steps_params_themselves else self._alive():
+            if any(params & set(map(id, group["params"])) for group in optimizer.param_groups):
+                model.close()
+                raise ValueError(
+                    f"the {type(optimizer).__name__} of this model was {done} before it, when it was unknown that the "
+                    f"optimizer has to step shards, or fp32 main params of 16-bit weights: {way_out}"
+                )
 
     def _alive(self) -> list[Optimizer]:
         alive = [optimizer for reference in self._known if (optimizer := reference()) is not None]
@@ -56,11 +61,11 @@ class WholeOptimizers:
 
 
 class _Warning:
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._is_told = False
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._has_warned = False
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_told and (text := describe_unreduced(optimizer)) is not None:
-            self._is_told = True
-            self._tell(text)
+        if not self._has_warned and (text := describe_unreduced(optimizer)) is not None:
+            self._has_warned = True
+            self._warn(text)

@@ -92,14 +92,14 @@ class ResumableSampler(DistributedSampler[Any]):
         self._ranks = self._given or (num_replicas, rank)
 
     def divide_by_batches(self, multiple: int) -> None:
-        """Gives the whole order, for somebody else to divide, filled up to a multiple of ``multiple`` samples."""
+        """Yields the full order, which the framework divides, padded to a multiple of ``multiple`` samples."""
         self._ranks, self._multiple = (1, 0), multiple
 
     # --- the order ---------------------------------------------------------------------------------------------------
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The number of samples that this rank has in a whole epoch."""
+        """The number of samples that this rank has in a full epoch."""
         return self._share(self._size)
 
     @property
@@ -150,7 +150,7 @@ class ResumableSampler(DistributedSampler[Any]):
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the loader's batches, and counts each as consumed when it is handed over.
 
-        For a loop of one's own. Workers read ahead, so the sampler alone cannot know what was trained. The end begins
+        For a user's own loop. Workers read ahead, so the sampler itself cannot know what was trained. The end begins
         the next epoch; so does another pass after one that was left early.
         """
         return self.count(loader, self.num_replicas * batch_size_of(loader))
@@ -158,7 +158,7 @@ class ResumableSampler(DistributedSampler[Any]):
     def count(
         self, loader: Iterable[T], samples_per_batch: int, num_waiting: Callable[[], int] = lambda: 0
     ) -> Iterator[T]:
-        """Does what :meth:`batches` does.
+        """Yields and counts batches as :meth:`batches` does.
 
         Args:
             loader: yields this rank's batches.
@@ -192,7 +192,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return place | {"num_samples": self._size, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a place that any number of ranks has saved.
+        """Restores a place that any number of ranks has saved.
 
         Raises:
             ValueError: if the order is another one: the dataset's length, the seed or ``shuffle`` has changed.
@@ -211,10 +211,10 @@ class ResumableSampler(DistributedSampler[Any]):
     # --- places by the number of batches, for loops that count them --------------------------------------------------
 
     def num_batches_before(self, loader: DataLoader[Any]) -> int:
-        """Counts the epoch's batches that lie before the restored place, in batches of this loader.
+        """Counts the epoch's batches before the restored place, in batches of this loader.
 
-        It is the difference of the epoch's length and of what is left, so that an epoch always ends with its last
-        number. Earlier batches may have been of another size, on other ranks.
+        It is the difference of the epoch's length and of the batches that are left, so that an epoch always ends with
+        its last number. Earlier batches may have been of another size, on other ranks.
         """
         per_rank, size = self._share(self._size - self._start), batch_size_of(loader)
         is_short_one_left_out = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
@@ -268,7 +268,7 @@ class _Indices(Iterator[int]):
 
 
 class CountedLoader:
-    """Stands in front of a loader and tells its sampler what is taken from it; else it is that loader."""
+    """Wraps a loader and counts the batches taken from it for its sampler; otherwise it behaves as the loader."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Command:
         """
         rest = list(arguments)
         config: Path | None = None
-        # options of this launcher stand before the target alone: behind it the same names may be the script's
+        # options of this launcher are only before the target: after it the same names may be the script's
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--module"):
             option, has_value, value = rest.pop(0).partition("=")
             if option != "--config":
@@ -93,7 +93,7 @@ class Command:
         if self.is_module:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:
-            # whole, as Python's __file__ of a script
+            # absolute, as Python's __file__ of a script
             runpy.run_path(os.path.abspath(self.target), run_name="__main__")
 
     def set_search_path(self) -> None:

@@ -16,38 +16,35 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ._lightning.checkpoint_io import WholeFileIO
+from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_default
 from ._lightning.communication_monitor import TrainerMonitor
-from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class
 from ._lightning.step_skipper import StepSkipper
 from ._lightning.stop_saver import StopSaver
-from ._lightning.tensor_parallel import TensorParallelStrategy
-from ._lightning.trainer_strategy import MAIN_PARAMS_KEY
+from ._lightning.trainer_strategy import TrainerStrategy
 
 __all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"]
 
 
 class _Precision(EnginePrecision, Precision):
-    """Lends a precision plugin of this package the engine's clipping for a fit."""
+    """Adds the engine's clipping to a precision plugin of this package for a fit."""
 
 
-class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
-    """Saves and loads for a strategy of this package that was given no other plugin."""
+class _CheckpointIO(CompleteFileIO, TorchCheckpointIO):
+    """Saves and loads for a strategy of this package without another plugin."""
 
 
 @strategy_class
-class MegatronDDPStrategy(PointsToNotebookNames, TensorParallelStrategy, DDPStrategy):
-    __doc__ = TensorParallelStrategy.__doc__
+class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
+    __doc__ = TrainerStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer
     _mock_optimizer = _MockOptimizer
     _engine_precision = _Precision
-    _default_io = _CheckpointIO
+    checkpoint_io = with_default(_CheckpointIO)
     _is_interactive = _IS_INTERACTIVE
-    _incompatible = MisconfigurationException
-    _user = "Trainer"
+    _misconfiguration = MisconfigurationException
     _async_io = AsyncCheckpointIO
     _sigterm_exception = SIGTERMException
 

@@ -33,7 +33,7 @@ else:
 __all__ = ["RayMegatronDDPStrategy"]
 
 _IN_TORCH_CONFIG = {"process_group_backend": "backend", "timeout": "timeout_s", "start_method": ""}
-"""Arguments that other strategies have, and what ``ray.train.torch.TorchConfig`` calls them."""
+"""Arguments of other strategies, and their names in ``ray.train.torch.TorchConfig``."""
 
 
 def _timeout_of_default_group() -> timedelta:
@@ -52,7 +52,7 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
     default group; backend and timeout are those of ``ray.train.torch.TorchConfig``, for the engine's groups too.
 
     With ``state_dict_type="sharded"`` a directory that differs from rank to rank, as that of
-    ``RayTrainReportCallback`` does, gets this rank's part alone. Ray puts the parts together when they are reported, so
+    ``RayTrainReportCallback`` does, gets only this rank's part. Ray puts the parts together when they are reported, so
     that hosts need no file system in common.
 
     Args:
@@ -82,6 +82,6 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
         # a store is the same for all, whatever the name
         parent = own.parent if isinstance(own, Path) else None
         of_rank_zero = self.broadcast(parent)
-        # all ranks or none: each would else wait for others to finish what they do not have
+        # all ranks or none: otherwise each would wait for others to finish a directory that they do not have
         is_apart = self.reduce_boolean_decision(parent != of_rank_zero, all=False)
         return (own, True) if is_apart else super()._directory_to_save(filepath)

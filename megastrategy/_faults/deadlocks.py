@@ -6,7 +6,7 @@ torch.distributed was started with, and reads the notes of the others.
 
 [Note: when a deadlock is certain]
 A note says what its rank waits for, and which collectives of each group it has started. A group carries its collectives
-out in order. So rank B needs rank A if it waits for a collective that A has not started, or stands behind one in whose
+out in order. So rank B needs rank A if it waits for a collective that A has not started, or is behind one in whose
 place A has started another.
 
 A rank that waits starts nothing. So while A waits, a rank that needs A cannot go on, however old its note is, and nor
@@ -27,7 +27,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..core import Collectives
-from .recovery import store_of, who_left
+from .recovery import first_stopped, store_of
 
 
 class _Started(NamedTuple):
@@ -44,7 +44,7 @@ class _Started(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """Notes what a rank waits for, and what it has started.
+    """The collective that a rank waits for, and those that it has started.
 
     Attributes:
         group: by its name, which the ranks agreed on when they made it: after an exception another group serves the
@@ -63,14 +63,14 @@ class _Note(NamedTuple):
         """Whether it waits for a collective that the other rank had not started, or behind one that differs."""
         mine, theirs = self.started[self.group], other.started.get(self.group, _Started(0, []))
         # a rank that skipped one collective is found by the first pair of kinds that differ, although its count is
-        # right. Kinds are remembered for the last collectives alone; what is forgotten (None) proves nothing
+        # right. Kinds are kept only for the last collectives; a kind that is forgotten (None) proves nothing
         pairs = (
             (mine.kind(number), theirs.kind(number)) for number in range(max(1, self.number - 64), self.number + 1)
         )
         return theirs.total < self.number or any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
-def _board(name: str) -> PrefixStore:
+def _notes_in_store(name: str) -> PrefixStore:
     """The notes of all ranks that wait, until the exception of that name."""
     return store_of(f"exception/{name}/waiting")
 
@@ -83,8 +83,8 @@ class DeadlockFinder:
     """
 
     GRACE_S = 5.0
-    """Seconds from another rank's failure until a waiting rank gives up. What can complete without that rank does so
-    meanwhile, and ranks that fail alike come by themselves."""
+    """Seconds from another rank's failure until a waiting rank gives up. Collectives that can complete without that
+    rank do so meanwhile, and ranks that fail alike come by themselves."""
 
     def __init__(self, name: Callable[[], str]) -> None:
         self._name = name
@@ -111,9 +111,9 @@ class DeadlockFinder:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
-            if reason := who_left(name) or self._failure(name):
+            if reason := first_stopped(name) or self._failure(name):
                 return reason
-            # of a group that was given up nobody counts any more: only a failure can be told
+            # no rank counts in a group that was given up: only a failure is known
             return self._deadlock(name, group, f"{purpose} ({what})", number) if group in self._groups else ""
         except RuntimeError:  # the process that held the store ended, and the collective will fail
             return ""
@@ -127,10 +127,10 @@ class DeadlockFinder:
     def _started(self) -> dict[str, _Started]:
         return {name: _Started(group.num_started, list(group.last_started)) for name, group in self._groups.items()}
 
-    def _leave_note(self, name: str, own: _Note) -> None:
+    def _write_note(self, name: str, own: _Note) -> None:
         """Writes this rank's note, in the place of the one before."""
-        board = _board(name)
-        # Numbered as ranks come, and not by rank: whoever reads asks for all at once, and most ranks have none.
+        board = _notes_in_store(name)
+        # Numbered as ranks come, and not by rank: readers ask for all at once, and most ranks have none.
         if self._place is None or self._place[0] != name:
             self._place = name, board.add("num", 1) - 1
         board.set(f"{self._place[1]}", pickle.dumps((torch.distributed.get_rank(), own)))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ class DeadlockFinder:
     def _notes_of_others(name: str) -> dict[int, _Note]:
         """Reads the notes of other ranks, by rank, in three requests, however many ranks there are: of all ranks that
         wait, each reads every second."""
-        board = _board(name)
+        board = _notes_in_store(name)
         keys = [f"{number}" for number in range(board.add("num", 0))]
         # One that is counted may be about to be written. Its rank reads the others' after that.
         if keys and not board.check(keys):
@@ -160,7 +160,7 @@ class DeadlockFinder:
         """Says which ranks wait where, if they wait for each other; see [Note: when a deadlock is certain]."""
         rank, own = torch.distributed.get_rank(), _Note(group, what, number, self._started())
         # before the others' notes are read: of two ranks that write at the same moment, at least one reads both
-        self._leave_note(name, own)
+        self._write_note(name, own)
         notes = self._notes_of_others(name)
         # ``stuck`` grows to S of the note: this rank, those that need it, those that need one of these
         stuck = {rank: own}

@@ -1,4 +1,4 @@
-"""Says what to do where the ranks' hosts do not connect: gloo names an address, and not the setting that changes it."""
+"""Names the remedy where the ranks' hosts do not connect: gloo names an address, not the setting that changes it."""
 
 from __future__ import annotations
 

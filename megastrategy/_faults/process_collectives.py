@@ -16,7 +16,7 @@ from .deadlocks import DeadlockFinder
 
 
 def exception_name() -> str:
-    """The name of the exception that is being dealt with; equal on ranks that are in step."""
+    """Returns the name of the exception that is being handled; equal on ranks that are in step."""
     state = _state()
     return _name(state.num_setups, state.num_exceptions)
 
@@ -29,7 +29,7 @@ def is_awaited() -> bool:
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None
-    meeting_collectives: Collectives | None = None
+    call_check_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
     deadlock_finder: DeadlockFinder = dataclasses.field(default_factory=lambda: DeadlockFinder(exception_name))
     known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
@@ -41,14 +41,14 @@ _STATES: WeakKeyDictionary[ProcessGroup, _State] = WeakKeyDictionary()
 
 
 def _state() -> _State:
-    """The state of the present default group. Without one a fresh state is returned and not kept: no rank has to agree
-    with it."""
+    """Returns the state of the present default group. Without a group it is new and not kept: no rank has to agree with
+    it."""
     world = torch.distributed.group.WORLD
     return _State() if world is None else _STATES.setdefault(world, _State())
 
 
 def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collectives:
-    """Collectives on a group for the engine alone: on the default group a framework's would wait behind them.
+    """Returns collectives on a group for the engine only: on the default group a framework's would wait behind them.
 
     One group serves all fits of this process, since one for each fit could be freed only by destroying the default
     group. Collective. If any rank has given the last one up, all make a new one; ``agreed`` says that all have one or
@@ -77,7 +77,7 @@ def give_up_engine_collectives() -> None:
     They are not destroyed: gloo ends a process that destroys a group while a peer is sending into it.
     """
     state = _state()
-    state.collectives = state.meeting_collectives = state.checkpoint_collectives = None
+    state.collectives = state.call_check_collectives = state.checkpoint_collectives = None
     state.deadlock_finder.forget()
 
 
@@ -88,18 +88,19 @@ def _give_up_unless_all_have(collectives: Collectives | None, device: torch.devi
         give_up_engine_collectives()
 
 
-def meeting_collectives(device: torch.device) -> Collectives:
-    """The gloo group in which ranks meet before each collective of the framework's, so that none is begun by some
-    alone, and before each batch. On the engine's they would wait for gradients and weights.
+def call_check_collectives(device: torch.device) -> Collectives:
+    """Returns the gloo group in which ranks compare calls before each collective of the framework and each batch.
+
+    On the engine's group they would wait for gradients and weights.
 
     Collective. If any rank dropped the group after an exception, all make a new one.
     """
     state = _state()
-    _give_up_unless_all_have(state.meeting_collectives, device)
-    if state.meeting_collectives is None:
+    _give_up_unless_all_have(state.call_check_collectives, device)
+    if state.call_check_collectives is None:
         where = "for all ranks, before the next batch or in a collective of the framework"
-        state.meeting_collectives = state.deadlock_finder.watch(where, host_collectives())
-    return state.meeting_collectives
+        state.call_check_collectives = state.deadlock_finder.watch(where, host_collectives())
+    return state.call_check_collectives
 
 
 def checkpoint_collectives() -> Collectives:
@@ -114,7 +115,7 @@ def checkpoint_collectives() -> Collectives:
 
 
 def known_findings() -> KnownFindings:
-    """The results of all trials of optimizers in this process."""
+    """Returns the results of all trials of optimizers in this process."""
     return _state().known_findings
 
 

@@ -1,9 +1,9 @@
-"""Says what ranks may still do together after an exception on one of them.
+"""Lets ranks save, or begin the next fit, after an exception on one of them.
 
-A collective may have been cut off anywhere by then. So ranks speak over the key-value store that torch.distributed was
-started with, and wait for each other for a bounded time. If all come, with states that belong together, a checkpoint
-can be saved although its optimizer state is spread over them. If all have left what the exception ended, the next fit
-can begin. If not, everybody knows, and nobody hangs.
+A collective may have been cut off anywhere by then. So ranks communicate over the key-value store that
+torch.distributed was started with, and wait for each other for a bounded time. If all come, with states that belong
+together, a checkpoint can be saved although its optimizer state is sharded. If all have left the run that the exception
+ended, the next fit can begin. If not, all ranks raise, and none hangs.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..core import CollectiveError
 
 PATIENCE = timedelta(seconds=20)
-"""The longest that a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks
-meet) come at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
-DeadlockFinder.GRACE_S. One that waits in a collective of somebody else's comes only when that rank's process ends."""
+"""The longest that a rank waits for the others. Those that were interrupted too (a signal, an error on all ranks) come
+at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
+DeadlockFinder.GRACE_S. One that waits in a collective of user code comes only when that rank's process ends."""
 
 POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
 
 
 def report_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
-    """Writes down why this rank stops; returns the first failure if that was another one, else an empty string.
+    """Records why this rank stops; returns the first failure if that was a different one, else an empty string.
 
-    The ranks after the first most often fail in some collective, which says nothing of the cause.
+    The ranks after the first most often fail in some collective, whose error does not name the cause.
 
     Args:
         name: of the exception, see :func:`~megastrategy._faults.process_collectives.exception_name`.
         exception: this rank's.
-        leaves: this rank has left what the exception ended.
+        leaves: this rank has left the run that the exception ended.
     """
     if not _has_other_ranks():
         return ""
     while isinstance(exception, CollectiveError) and exception.__context__ and not exception.__suppress_context__:
-        exception = exception.__context__  # a rank that fails may clean up, and meet the others in another collective
+        exception = exception.__context__  # a rank that fails may clean up, and enter another collective there
     what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
     what = what[:_MAX_CAUSE_CHARS]
     store = store_of(f"exception/{name}")
@@ -50,38 +50,37 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
         # the others learn at once that this rank will not come to save, or that it may begin the next fit
         if leaves:
             store.set(f"left/{torch.distributed.get_rank()}", _point())
-    except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
+    except RuntimeError:  # the process that held the store has ended
         return ""
-    # an error that all ranks meet is nobody's in particular: each has raised it itself, and needs no note
+    # an error that all ranks raise needs no note on any of them
     return "" if first.partition(": ")[2] == what else first
 
 
-def say_left(name: str) -> None:
-    """Writes down that this rank stops for SIGTERM, on its own, between two batches of evaluation.
+def report_stop(name: str) -> None:
+    """Records that this rank stops for SIGTERM, on its own, between two batches of evaluation.
 
-    Args:
-        name: of the exception that it raises, see :func:`~megastrategy._faults.process_collectives.exception_name`.
+    ``name`` is the name of the exception that it raises.
     """
     store_of(f"exception/{name}").compare_set("stopped", "", f"rank {torch.distributed.get_rank()} stopped for SIGTERM")
 
 
-def who_left(name: str) -> str:
-    """The first rank of which :func:`say_left` was called, and why it stopped; empty if there is none."""
+def first_stopped(name: str) -> str:
+    """Returns the first rank that called :func:`report_stop`, and why it stopped; empty if there is none."""
     store = store_of(f"exception/{name}")
     return store.get("stopped").decode() if store.check(["stopped"]) else ""
 
 
 def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
-    """Says that this rank begins a fit, validation or the like.
+    """Records that this rank begins a fit, validation or the like.
 
-    After an exception other ranks may still be in what it ended here, waiting for this rank in a collective; this
-    rank's next one would meet that, and both would hang. So it first waits until every rank has left it too, or has
-    come here.
+    After an exception other ranks may still be in the run that it ended here, waiting for this rank in a collective;
+    this rank's next one would be matched with that, and both would hang. So it first waits until every rank has left
+    that run too, or has come here.
 
     Args:
-        setup: its name.
-        last_exception: the name of the exception that ended the last one on this rank, or an empty string.
-        patience: how long to wait for the others then.
+        setup: the name of the set-up.
+        last_exception: the name of the exception that ended the last run on this rank, or an empty string.
+        patience: the longest wait for the others then.
 
     Raises:
         RuntimeError: if the ranks cannot begin together.
@@ -102,15 +101,15 @@ def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
 
 def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     rank, came = torch.distributed.get_rank(), store_of(f"setup/{setup}")
-    # written in every set-up, after an exception or not: a rank that saw none is asked by those that did
+    # written in every set-up, after an exception or not: ranks that caught one read it from ranks that did not
     came.set(f"{rank}", _point())
-    # a rank that caught no exception has left nothing half done, and does not wait
+    # a rank that caught no exception has completed its run, and does not wait
     if not last_exception:
         return ""
     left = store_of(f"exception/{last_exception}/left")
     others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
     deadline = time.monotonic() + patience.total_seconds()
-    # either place proves that a rank has left what the exception ended: it said so, or it began the next set-up
+    # either key proves that a rank has left the interrupted run: it reported so, or it began the next set-up
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
         if time.monotonic() > deadline:
             return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
@@ -130,69 +129,70 @@ def _has_other_ranks() -> bool:
 
 
 def store_of(what: str) -> PrefixStore:
-    """A part of the key-value store that torch.distributed was started with."""
+    """Returns a part of the key-value store that torch.distributed was started with."""
     return PrefixStore(f"megastrategy/{what}", torch.distributed.distributed_c10d._get_default_store())
 
 
 def _point() -> str:
-    """The number of collectives that this rank has started in the default group; backends match them by it."""
+    """Returns the number of collectives that this rank has started in the default group; backends match them by it."""
     world = torch.distributed.group.WORLD
     assert world is not None
     return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
-class StoreExchange:
-    """A meeting of all ranks after one exception: they compare their states, then exchange values.
+class StoreAllGather:
+    """Gathers values of all ranks over the store after one exception, once their states are found equal.
 
     Args:
         name: of the exception, see :func:`~megastrategy._faults.process_collectives.exception_name`.
-        state: what must be equal on all ranks for them to do anything together; a short text.
-        patience: how long to wait for the others.
+        state: a short text that must be equal on all ranks for them to save together.
+        patience: the longest wait for the others.
 
     Attributes:
-        problem: why nothing can be done together, or an empty string.
+        problem: the reason why ranks cannot save together, or an empty string.
     """
 
     def __init__(self, name: str, state: str, patience: timedelta) -> None:
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._store = store_of(f"exception/{name}")
-        self._num_exchanges = 0
+        self._num_gathers = 0
         self.problem = ""
-        states = self.exchange(state, patience)
+        states = self.all_gather(state, patience)
         if not self.problem and len(set(states)) > 1:
             by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(states))
             self.problem = f"the ranks were interrupted at different points ({by_rank})"
 
-    def exchange(self, value: Any, patience: timedelta) -> list[Any]:
-        """Every rank's picklable ``value``, by rank, when all have called this; ``[value]`` if there is a problem.
+    def all_gather(self, value: Any, patience: timedelta) -> list[Any]:
+        """Returns every rank's picklable ``value``, by rank, when all have called this; ``[value]`` if there is a
+        problem.
 
-        A rank that waited in vain, or whose store is gone with the process that held it, has a problem from then on,
-        and tells the others, who have it too.
+        A rank that waited in vain, or whose store has ended, has a problem from then on, and reports it to the others,
+        which then have it too.
         """
         if self.problem:
             return [value]
-        self._num_exchanges += 1
+        self._num_gathers += 1
         try:
-            return self._exchange(f"{self._num_exchanges}", value, patience)
+            return self._gather(f"{self._num_gathers}", value, patience)
         except RuntimeError as error:
             self.problem = f"the store of torch.distributed is gone: {error}"
             return [value]
 
-    def _exchange(self, key: str, value: Any, patience: timedelta) -> list[Any]:
+    def _gather(self, key: str, value: Any, patience: timedelta) -> list[Any]:
         store, deadline = self._store, time.monotonic() + patience.total_seconds()
         # the value before the count: a rank that is counted can be read
         store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
         store.add(f"{key}/arrived", 1)
         others = [rank for rank in range(self._size) if rank != self._rank]
-        # ``add`` of 0 reads the count; ``get`` would block where nobody has written. An outcome ends the wait also for
-        # a rank that came after the others had given up
+        # ``add`` of 0 reads the count; ``get`` would block before the first write. An outcome ends the wait also for a
+        # rank that came after the others had given up
         while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
-            # a rank that left without its value never comes, so its time need not be waited for
+            # a rank that left without its value never comes, so there is no need to wait for it
             left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
             if left or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
             time.sleep(POLL_S)
-        # whoever writes first decides for all. Else one rank could save together with others that had given it up
+        # the first writer decides for all. Otherwise one rank could save with others that had given it up
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":
             # none may be missing: the last rank can come just after another has given up
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]

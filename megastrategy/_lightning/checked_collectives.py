@@ -1,38 +1,34 @@
-"""Makes sure that all ranks call the same collective of the framework's before any of them enters it.
+"""Makes sure that all ranks call the same collective of the framework before any of them enters it.
 
 Lightning's barriers, broadcasts and reductions (in its set-up, in validation, for a metric) run on the default group. A
 rank that waits there for one that failed notices only the end of that one's process, and a collective that some ranks
 began and others did not makes the group useless.
 
-So ranks first meet in a small all-reduce on a group made for it, whose waits are watched
+So ranks first compare their calls in a small all-reduce on a separate group, whose waits are watched
 (:mod:`megastrategy._faults.deadlocks`). A rank that waits in vain gives up there, before anything was begun on the
-default group. The same all-reduce shows whether all call the same. They meet there before each batch, too, where
-Lightning has them compare notes.
+default group. They do so before each batch, too, where Lightning broadcasts whether a rank got SIGTERM.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from .._faults.process_collectives import count_barrier, give_up_engine_collectives, meeting_collectives
-from ..core import CollectiveError
+from .._faults.process_collectives import (
+    call_check_collectives,
+    count_barrier,
+    engine_collectives,
+    exception_name,
+    give_up_engine_collectives,
+)
+from .._faults.recovery import StoreAllGather, report_failure
+from ..core import CollectiveError, Collectives, DistributedOptimizer, Engine
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-
-    from .._faults.recovery import StoreExchange
-    from ..core import Collectives
-else:
-    _Base = object
-
-T = TypeVar("T")
-
-_PLACES = {
+_CALLS = {
     "setup": "sets its model up",
     "batch": "comes to its next batch, or to the end of its fit",
     **{call: f"calls {call}() of the strategy" for call in ("barrier", "broadcast", "reduce", "all_gather")},
@@ -40,128 +36,142 @@ _PLACES = {
 _NUM_FACTS = 3
 
 
-class MeetingPlace:
-    """Lets all ranks come to the same place of their programs before any of them goes on.
+class CallCheck:
+    """Compares the calls of all ranks before any of them goes on.
 
     Args:
-        collectives: between host memories, for this alone: a rank that is elsewhere would else be met there with
-            something of another size, at which gloo ends the process.
+        collectives: between host memories, used for nothing else: a rank that makes a different call would otherwise
+            meet a message of a different size, at which gloo ends the process.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
 
-    def meet(self, place: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
-        """Returns the maximum over ranks of each of three facts, when all have come to ``place``.
+    def compare(self, call: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
+        """Returns the maximum over ranks of each of three facts, when all ranks have come to ``call``.
 
         Raises:
             CollectiveError: if some rank came to another, or does not come.
         """
-        # The maximum has a mark for each place that some rank has come to: more than one is a mismatch.
-        count_barrier(f"a meeting of all ranks: it {_PLACES[place]}")
-        told = torch.tensor([*(name == place for name in _PLACES), *facts], device="cpu")
-        self.collectives.all_reduce_max(told).wait()
-        marks: list[int] = told.tolist()
-        others = [does for (name, does), mark in zip(_PLACES.items(), marks, strict=False) if mark and name != place]
+        # The maximum has a mark for each call that some rank is about to make: more than one is a mismatch.
+        count_barrier(f"a check of all ranks: it {_CALLS[call]}")
+        marks_and_facts = torch.tensor([*(call == name for name in _CALLS), *facts], device="cpu")
+        self.collectives.all_reduce_max(marks_and_facts).wait()
+        marks: list[int] = marks_and_facts.tolist()
+        others = [does for (name, does), mark in zip(_CALLS.items(), marks, strict=False) if mark and name != call]
         if others:
             raise CollectiveError(
-                f"rank {self.collectives.rank} of {self.collectives.size}: this rank {_PLACES[place]}, and another "
+                f"rank {self.collectives.rank} of {self.collectives.size}: this rank {_CALLS[call]}, and another "
                 f"{' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some ranks "
                 "only: all ranks save and log, and Lightning writes on rank 0"
             )
         return marks[-_NUM_FACTS:]
 
 
-class CollectivesTogether(_Base):
-    """Comes in front of ``DDPStrategy``, and checks its collectives between :meth:`begin_together` and
-    :meth:`end_together`.
+class CheckedCollectives:
+    """Checks the collectives of one Trainer's strategy between :meth:`start` and :meth:`stop`.
 
-    After an exception they go through a :class:`~megastrategy._faults.recovery.StoreExchange` instead.
+    After an exception ranks exchange values over torch.distributed's store instead.
+
+    Attributes:
+        engine: of the last fit.
+        call_check: None on one rank.
+        store_gather: the exchange after the present exception; several callbacks may save, and ranks count their
+            exchanges, so it is kept.
     """
 
-    _meeting_place: MeetingPlace | None = None
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy  # a TrainerStrategy, whose module imports this one
+        self.engine: Engine | None = None
+        self.call_check: CallCheck | None = None
+        self.store_gather: StoreAllGather | None = None
 
-    def begin_together(self) -> None:
+    def start(self) -> None:
         """Checks collectives from now on, since all ranks are about to set something up. Collective."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._meeting_place = MeetingPlace(meeting_collectives(self.root_device))
+            self.call_check = CallCheck(call_check_collectives(self._strategy.root_device))
 
-    def end_together(self) -> None:
-        """Leaves collectives to Lightning alone from now on."""
-        if self._meeting_place is not None:
-            self._meeting_place.collectives.close()
-            self._meeting_place = None
+    def stop(self) -> None:
+        """Leaves collectives to Lightning from now on."""
+        if self.call_check is not None:
+            self.call_check.collectives.close()
+            self.call_check = None
 
-    def give_up_together(self) -> None:
+    def give_up(self) -> None:
         """Gives up all groups after an exception, since some ranks may be in any collective of them."""
-        self._meeting_place = None
+        self.call_check = None
         give_up_engine_collectives()
 
-    def await_others(self, call: str) -> None:
-        """Returns when all ranks are about to ``call`` the same.
+    def check(self, call: str) -> None:
+        """Returns when all ranks are about to make the same ``call``.
 
         Raises:
             CollectiveError: if some rank is not, or does not come.
         """
-        if self._meeting_place is not None:
-            self._meeting_place.meet(call)
+        if self.call_check is not None:
+            self.call_check.compare(call)
 
-    def _is_interrupted(self) -> bool:
+    def check_on_host(self, call: str, tensor: Any, group: Any = None) -> None:
+        """Checks a collective over all ranks, if ``tensor`` is on the host.
+
+        A collective on a GPU does not make the host wait, and neither must this.
+        """
+        is_over_all_ranks = group is None or group is torch.distributed.group.WORLD
+        if is_over_all_ranks and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            self.check(call)
+
+    def gather_if_interrupted(self, value: Any) -> list[Any] | None:
+        """Returns the picklable ``value`` of every rank after an exception, ``[value]`` if the others do not come; None
+        where no exception has interrupted the Trainer."""
+        gather = self.after_exception()
+        return None if gather is None else gather.all_gather(value, self._strategy._timeout or default_pg_timeout)
+
+    @property
+    def is_interrupted(self) -> bool:
         """Whether the Trainer deals with an exception, or has."""
-        module = self.lightning_module
+        module = self._strategy.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
 
-    def _meet_if_interrupted(self) -> StoreExchange | None:
-        raise NotImplementedError
+    def after_exception(self) -> StoreAllGather | None:
+        """Returns the exchange of all ranks after an exception; None where there was none, or no other rank.
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            self.await_others("barrier")
-            super().barrier(*args, **kwargs)
-        else:
-            meeting.exchange(None, self._timeout or default_pg_timeout)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            self.await_others("broadcast")
-            return super().broadcast(obj, src)
-        values: list[T] = meeting.exchange(obj, self._timeout or default_pg_timeout)
-        return obj if meeting.problem else values[src]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            # Over all ranks, where a sum of logged values may be over those with other samples.
-            vote, every = torch.tensor(int(decision), device=self.root_device), torch.distributed.group.WORLD
-            votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
-            return votes == self.world_size if all else votes > 0
-        decisions: list[bool] = meeting.exchange(decision, self._timeout or default_pg_timeout)
-        return min(decisions) if all else max(decisions)
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Returns this rank's own value after an exception. ModelCheckpoint asks for all metrics then, and the ranks
-        may have different ones left to reduce."""
-        if self._is_interrupted():
-            return tensor
-        self._await_others_of("reduce", tensor, group)
-        return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns ``(1, *shape)`` after an exception where the others do not come, as for one rank."""
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            self._await_others_of("all_gather", tensor, group)
-            return super().all_gather(tensor, group, sync_grads)
-        values = meeting.exchange(tensor.detach().cpu(), self._timeout or default_pg_timeout)
-        return torch.stack(values).to(tensor.device)
-
-    def _await_others_of(self, call: str, tensor: Any, group: Any) -> None:
-        """Meets the other ranks before a collective over all of them, if ``tensor`` is on the host.
-
-        A collective on a GPU does not keep the host, and neither must this.
+        Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks.
         """
-        of_all_ranks = group is None or group is torch.distributed.group.WORLD
-        if of_all_ranks and isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-            self.await_others(call)
+        strategy, engine = self._strategy, self.engine
+        if not self.is_interrupted or engine is None or engine.collectives.size == 1:
+            return None
+        if self.store_gather is None:
+            if (exception := sys.exception()) is not None:
+                report_failure(exception_name(), exception)  # before the others' failures that follow from it
+            # the groups may hold a collective that was cut off, which would be matched with the first of the save
+            self.give_up()
+            steps = [opt.num_steps for opt in strategy.optimizers if isinstance(opt, DistributedOptimizer)]
+            # rank 0 saves unsharded optimizers, at whichever step the others stopped
+            sharded = engine.layout.num_shards > 1
+            state = f"steps begun and done: {steps}" if sharded else ""
+            self.store_gather = StoreAllGather(exception_name(), state, strategy.patience)
+            # all ranks may have stopped in the same step, when some buckets' weights were from before it
+            if sharded and any(begun != done for begun, done in steps):
+                self.store_gather.problem = self.store_gather.problem or "a step was under way"
+            # ``agreed``: all ranks have just given the old group up, and none need be asked
+            if not self.store_gather.problem:
+                engine.save_over(engine_collectives(strategy.root_device, agreed=True))
+        return self.store_gather
+
+    def why_not_saved(self, *, waits: bool = False) -> str:
+        """Says why a checkpoint cannot be saved after an exception; empty if a save can begin.
+
+        The shards of all ranks may be out of reach, or belong to different steps. With ``waits`` it returns when the
+        other ranks have come to the same save.
+        """
+        strategy = self._strategy
+        if strategy.device_mesh is not None and self.is_interrupted:
+            return "ranks share the model, and the parts of others are out of reach"
+        if (gather := self.after_exception()) is None:
+            return ""
+        if waits:
+            gather.all_gather(None, strategy.patience)  # a hook that fails on some rank keeps it from coming here
+        assert self.engine is not None, "ranks exchange values about a model that was set up"
+        if not gather.problem or self.engine.layout.num_shards == 1:
+            return ""
+        return f"the optimizer state is sharded over the ranks and {gather.problem}"

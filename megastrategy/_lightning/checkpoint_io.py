@@ -1,9 +1,9 @@
-"""Lightning's place for what writes and reads checkpoints, with files that are complete or not there."""
+"""Lightning's default ``CheckpointIO``, with files that are complete or not there."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from .._checkpoints.files import load_file, local_path, save_file
 
@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.plugins import TorchCheckpointIO as _Base
 else:
-    _Base = object
+    _Base = object  # each of two packages puts its own there
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""Key in a checkpoint of 16-bit weights: the full fp32 main params by parameter name, in a list by optimizer (Trainer)
+or by the optimizer's key in the saved state (Fabric)."""
 
 
-class WholeFileIO(_Base):
-    """Stands in front of a package's ``TorchCheckpointIO``, to which remote paths are left."""
+class CompleteFileIO(_Base):
+    """Comes before a package's ``TorchCheckpointIO``, which handles remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         local = local_path(path)
@@ -37,21 +41,18 @@ class WholeFileIO(_Base):
         return loaded
 
 
-class WholeFilesByDefault:
-    """A strategy that uses its ``_default_io`` where the user gave no ``CheckpointIO``, or one to be put around it."""
+def with_default(default: type[CompleteFileIO]) -> property:
+    """The property ``checkpoint_io`` of Lightning's strategies, with ``default`` where the user gave no plugin."""
 
-    _default_io: ClassVar[type[WholeFileIO]]
-    _checkpoint_io: CheckpointIO | None
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
+    def checkpoint_io(self: Any) -> CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_io()
+            self._checkpoint_io = default()
         elif hasattr(self._checkpoint_io, "_base_checkpoint_io_configured"):  # Lightning's wrappers, like the async one
-            wrapper: Any = self._checkpoint_io
-            wrapper.checkpoint_io = self._default_io()  # taken if there is none in it yet
-        return self._checkpoint_io
+            self._checkpoint_io.checkpoint_io = default()  # ignored if it has one
+        found: CheckpointIO = self._checkpoint_io
+        return found
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
+    def set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    return property(checkpoint_io, set_checkpoint_io)

@@ -1,6 +1,6 @@
 """The callback that logs what communication costs a fit.
 
-Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put it in front of their ``Callback``.
+Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors combine it with their own ``Callback``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from .trainer_strategy import TrainerStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Base
 
     from ..core.layout.layout import BufferLayout
-else:
-    _Base = object
 
 _WAITS = ("gradients", "parameters")
 """Names the values of ``index`` in WAIT_START and WAIT_END: what the rank waits for."""
@@ -41,11 +38,11 @@ _PATIENCE_S = 3.0
 """Seconds for which rank 0 waits for other ranks' numbers when a fit ends: on some the callback may not be."""
 
 
-class TrainerMonitor(_Base):
+class TrainerMonitor:
     """Logs how long training waits for communication, how much is sent, and how many steps were skipped.
 
     It logs to all of the Trainer's loggers, every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those
-    that are left when training ends. Each rank tells its own numbers, and Lightning's loggers write rank 0's. They are
+    that are left when training ends. Each rank logs its own numbers, and Lightning's loggers write rank 0's. They are
     averages over the optimizer steps since it last logged:
 
     - ``communication/exposed_gradients_ms``, ``communication/exposed_parameters_ms``: milliseconds a step in which the
@@ -54,11 +51,11 @@ class TrainerMonitor(_Base):
     - ``communication/exposed_ms``: the sum of the two; ``communication/exposed_share``: its part, between 0 and 1, of
       the time spent in training batches, which is without data loading, validation and checkpoints between them.
     - ``communication/sent_bytes``: bytes a step that this rank sends of gradients and parameters. Microbatches that are
-      accumulated without synchronisation send nothing. What else is sent is small: a byte a parameter tensor, norms,
-      and the module's buffers. Where parameters are stepped whole (Muon), their gradients on the way to owners are not
+      accumulated without synchronisation send nothing. Other messages are small: a byte a parameter tensor, norms, and
+      the module's buffers. Where parameters are stepped whole (Muon), their gradients on the way to owners are not
       counted, and weights as on the average of the ranks.
     - ``communication/buckets``: how many there are; more when parameters were unfrozen.
-    - ``communication/skipped_steps``: how many of the fit's steps so far left the weights alone, because a GradScaler
+    - ``communication/skipped_steps``: how many of the fit's steps so far changed no weights, because a GradScaler
       met an infinite gradient or (with a GradScaler) ``training_step`` returned None.
 
     With ``log_norms`` it logs three numbers more, the same on all ranks, of the optimizer step that is logged (with
@@ -66,7 +63,7 @@ class TrainerMonitor(_Base):
     ``norms/grad_num_zeros``, the number of elements that are zero; ``norms/param_norm``, before the step. They cost two
     passes over a rank's shard in the steps that are logged.
 
-    When a fit ends, rank 0 says in one sentence what it was bound by: its input, its own work, the link, or, on CPUs, a
+    When a fit ends, rank 0 logs in one sentence the bound of the fit: its input, its own work, the link, or, on CPUs, a
     rank that was late. ``verdict`` has it for programs, on rank 0.
 
     On CUDA the times are the device's, from CUDA events on the current stream, since there the host does not wait; that
@@ -113,7 +110,7 @@ class TrainerMonitor(_Base):
         self._norms = {}
         self._record.reset()
 
-    # What lies between two batches is loading the next, but for these.
+    # The time between two batches is spent loading the next, except in these hooks.
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._record.drop(_BETWEEN)
@@ -139,7 +136,7 @@ class TrainerMonitor(_Base):
         self._logger_step = trainer.fit_loop.epoch_loop._batches_that_stepped  # under which the batch's loss is logged
         if self._is_due(trainer, self._step(trainer)):
             self._log(trainer)
-        # The first step has what is paid once: trial steps, the optimizer's state, first connections.
+        # The first step has costs that occur once: trial steps, the optimizer's state, first connections.
         if self._judged_from is None and self._step(trainer) > self._first_step:
             self._judged_from = self._step(trainer)
             self._record.begin_to_judge()
@@ -148,7 +145,7 @@ class TrainerMonitor(_Base):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Asks for the norms on all ranks, of whose steps the same are logged."""
+        """Computes the norms on all ranks, which log the same steps."""
         if not self._log_norms or not self._is_due(trainer, self._step(trainer) + 1):
             return
         place = [id(other) for other in trainer.optimizers].index(id(optimizer))
@@ -167,12 +164,12 @@ class TrainerMonitor(_Base):
         self._judge(trainer)
 
     def _judge(self, trainer: pl.Trainer) -> None:
-        """Says on rank 0 what the fit was bound by, if it made more than one step."""
+        """Logs the bound of the fit on rank 0, if it made more than one step."""
         num_steps = self._step(trainer) - self._judged_from if self._judged_from is not None else 0
         if num_steps < 1:
             return
         total_ms, num_ended = self._record.judged()
-        # Those that an evaluation lay in were dropped: the others stand for them.
+        # Intervals with an evaluation in them were dropped: the others give the average.
         input_ms = total_ms[_BETWEEN] / max(num_ended[_BETWEEN], 1) * num_ended[_BATCH] / num_steps
         gradients_ms, parameters_ms = (total_ms[what] / num_steps for what in _WAITS)
         period_ms = total_ms[_BATCH] / num_steps + input_ms
@@ -194,7 +191,7 @@ class TrainerMonitor(_Base):
         model, step = trainer.strategy.model, self._step(trainer)
         assert isinstance(model, DistributedDataParallel), "the fit is going on"
         num_steps, self._logged_step = step - self._logged_step, step
-        total_ms, sent_bytes = self._record.take()
+        total_ms, sent_bytes = self._record.pop_totals()
         gradients_ms, parameters_ms = (total_ms[what] / num_steps for what in _WAITS)
         exposed_ms, batch_ms = gradients_ms + parameters_ms, total_ms[_BATCH]
         values = {
@@ -215,9 +212,9 @@ class TrainerMonitor(_Base):
 
 
 def _numbers_of_all(own: RankTimes, num_ranks: int) -> list[RankTimes]:
-    """On rank 0, what all ranks measured, or this one alone if others do not say it in time; elsewhere the own.
+    """Returns the numbers of all ranks on rank 0, or only its own if others do not report in time; elsewhere the own.
 
-    Over the store, and not by a collective: one would hang where the callback is on some ranks alone.
+    They go over the store: a collective would hang where only some ranks have the callback.
     """
     if num_ranks == 1:
         return [own]
@@ -242,7 +239,7 @@ def _log_every_n_steps(trainer: pl.Trainer) -> int:
 
 
 class _SentBytes:
-    """Computes what a collective over a bucket of the strategy's model sends now. A copy of a Trainer has no model."""
+    """Computes the bytes that a collective over a bucket sends at present. A copy of a Trainer has no model."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
@@ -252,7 +249,7 @@ class _SentBytes:
 
     def __call__(self, kind: EventKind, bucket: int) -> int:
         model = getattr(self._strategy(), "model", None)
-        assert isinstance(model, DistributedDataParallel), "it has just told"
+        assert isinstance(model, DistributedDataParallel), "it has just emitted an event"
         return _sent_bytes(model.layout, kind, bucket)
 
 
@@ -303,11 +300,11 @@ class _CudaClock:
 
 
 class _Record:
-    """Collects events until they are taken; the listener. Times are subtracted only then, since on CUDA that waits.
+    """Collects events until they are logged; the listener. Times are subtracted only then, since on CUDA that waits.
 
     Args:
         clock: of the device.
-        sent_bytes: what a collective over a bucket sends, asked when it starts, since buckets may change.
+        sent_bytes: computes the bytes of a collective over a bucket, called at its start, since buckets may change.
 
     Attributes:
         num_updates: how often an optimizer has changed weights, since the reset.
@@ -354,14 +351,14 @@ class _Record:
         self._started[what] = self._clock.now()
 
     def end(self, what: str) -> None:
-        """Ends the interval that began last, if one began: a batch that is None has an end alone."""
+        """Ends the interval that began last, if one began: a batch that is None has only an end."""
         if what in self._started:
             self._intervals.append((what, self._started.pop(what), self._clock.now()))
         if len(self._intervals) >= 2 * _KEPT_INTERVALS:  # the older half has ended on the device as well: no waiting
             self._add_up(_KEPT_INTERVALS)
 
     def drop(self, what: str) -> None:
-        """Forgets an interval that began: something else lies in it."""
+        """Drops an interval that began and contains something else."""
         self._started.pop(what, None)
 
     def begin_to_judge(self) -> None:
@@ -387,7 +384,7 @@ class _Record:
             for number, launched, ended in self._launches
         }
 
-    def take(self) -> tuple[dict[str, float], int]:
+    def pop_totals(self) -> tuple[dict[str, float], int]:
         """Returns the milliseconds of each kind of interval, and the bytes sent, since the last call."""
         self._add_up(len(self._intervals))
         total_ms, self._total_ms = self._total_ms, dict.fromkeys(self._total_ms, 0.0)

@@ -1,23 +1,22 @@
 """The door to Fabric: translates its calls into the engine's, and computes nothing.
 
 ``lightning.fabric`` and ``lightning_fabric`` are the same code in two packages whose classes do not know each other.
-What is here imports neither: :mod:`megastrategy.fabric` and :mod:`megastrategy.lightning_fabric` put it in front of
+This module imports neither: :mod:`megastrategy.fabric` and :mod:`megastrategy.lightning_fabric` put the class before
 their package's ``DDPStrategy``.
 
-[Note: who keeps what alive]
+[Note: why Fabric's strategy holds weak references]
 A Fabric has no end: models and optimizers are set up at any time and dropped when the user drops them. So the strategy
-holds weak references, by which it finds the model of an optimizer and the sharded optimizer around a user's own.
+finds the model of an optimizer and the sharded optimizer around a user's own by weak references.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -41,7 +40,7 @@ from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import own_memory, trainable_weights
 from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
-from .._faults.process_collectives import checkpoint_collectives, count_barrier, engine_collectives
+from .._faults.process_collectives import checkpoint_collectives, count_barrier
 from .._prepared_models import PreparedModels
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
@@ -53,16 +52,15 @@ from ..core import (
     OpenDirectory,
     adapt_scaler,
     announce_tokens,
-    config_from_arguments,
-    describe_translation,
     names_elsewhere,
     weigh_announced,
     weigh_by_tokens,
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
-from .checkpoint_io import WholeFilesByDefault
-from .meshes import ModelSizes, all_not_tensors, is_first_replica
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
+from .checkpoint_io import MAIN_PARAMS_KEY
+from .launchers import refuse_notebook
+from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, read_options
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -70,12 +68,7 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
     from torch.distributed.device_mesh import DeviceMesh
 else:
-    _Base = object
-
-MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""Key in a checkpoint of 16-bit weights. It holds, by the optimizer's key in the saved state, its fp32 main params by
-parameter name, whole."""
-
+    _Base = object  # each of two packages puts its own there
 
 _SAVE_ON_ALL_RANKS = "Call fabric.save(...) on every rank, not under `if fabric.is_global_zero:`: rank 0 writes"
 
@@ -83,7 +76,7 @@ _SAVE_ON_ALL_RANKS = "Call fabric.save(...) on every rank, not under `if fabric.
 def weighing(backward: Callable[..., None]) -> Callable[..., None]:
     """Makes a strategy's ``backward`` weigh the losses whose tokens were counted.
 
-    For Fabric it is still its own, wrapped: with another one it would refuse ``loss.backward()``, which "ddp" allows.
+    Fabric compares the function with its own, and would refuse ``loss.backward()``, which "ddp" allows, with another.
     """
 
     @functools.wraps(backward)
@@ -94,7 +87,7 @@ def weighing(backward: Callable[..., None]) -> Callable[..., None]:
     return weigh_and_run
 
 
-class FabricStrategy(WholeFilesByDefault, _Base):
+class FabricStrategy(_Base):
     """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -109,6 +102,9 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     Raises:
         ValueError: for an unknown or unsupported option, by name, with the reason or the nearest known name.
     """
+
+    # the package's own; each address sets it
+    _is_interactive: ClassVar[bool]
 
     def __init__(
         self,
@@ -129,11 +125,15 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
-        sizes = ModelSizes(tensor_parallel_size, pipeline_parallel_size, stage_order)
-        self._set_model_sizes(sizes, parallelize_fn)
-        self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
-        if translation := describe_translation(options):
-            rank_zero_info(translation)
+        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
+        self._mesh = ModelMesh(tensor_parallel_size, pipeline_parallel_size, stage_order)
+        if parallelize_fn is not None and tensor_parallel_size == 1:
+            raise ValueError(
+                "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "
+                "tensor_parallel_size, or leave parallelize_fn out"
+            )
+        self._parallelize_fn = parallelize_fn
+        self.config: DistributedDataParallelConfig = read_options(self, options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -146,17 +146,44 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         )
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
         self._models = PreparedModels[DistributedDataParallel]()
-        self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the models out: launchers that spawn make a copy, and so does a copy of what ``setup`` returned."""
-        return self.__dict__ | {"_optimizers": [], "_whole_optimizers": WholeOptimizers(rank_zero_warn)}
-
-    _set_model_sizes: Callable[[ModelSizes, Callable[[Any, DeviceMesh], Module] | None], None]
-    _device_mesh: DeviceMesh | None = None
+        """Leaves the optimizers out: launchers that spawn copy the strategy, and so does a copy of a set-up model."""
+        return self.__dict__ | {"_whole_optimizers": WholeOptimizers(rank_zero_warn)}
 
     # --- setup -------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._is_interactive:
+            refuse_notebook(self, "Fabric", self._start_method, RuntimeError)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without the first or the last where
+        its size is 1; None where every rank has the full model, and before ``fabric.launch()``."""
+        return self._mesh.mesh
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._mesh.make(self.world_size, self.root_device)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """By data-parallel rank: all ranks that share a model get the same batches."""
+        kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
+        return kwargs
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        on_meta = self._parallelize_fn is not None and empty_init
+        own, theirs = self.precision.module_init_context, super().module_init_context
+        context: AbstractContextManager[Any] = empty_init_context(own()) if on_meta else theirs(empty_init)
+        return context
+
+    def module_to_device(self, module: Module) -> None:
+        if self._parallelize_fn is None or not is_on_meta(module):
+            super().module_to_device(module)
 
     def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
         """Wraps the model. One that is set up already keeps its engine, which then serves both setups.
@@ -168,48 +195,51 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """
         scaler, whose = getattr(self.precision, "scaler", None), f"the GradScaler of {type(self.precision).__name__}"
         adapt_scaler(scaler, self.config, whose, NO_SCALER)
+        # a model that is set up already was parallelised when it came first
+        if self._parallelize_fn is not None and not self._models.wrappers_of([module]):
+            module = self._parallelised(module, self._parallelize_fn)
         if (known := self._models.fitting(module, self.config)) is not None:
             return known
-        wrapped = self._wrap(module)
-        # it would find stand-ins for gradients, or step 16-bit weights without their main params
-        if not wrapped.engine.steps_params_themselves and (early := self._whole_optimizers.of(wrapped)) is not None:
-            wrapped.close()
-            raise ValueError(
-                f"the {type(early).__name__} of this model was set up before it, when nothing told that it has to step "
-                "shards, or fp32 main params of 16-bit weights: call fabric.setup(model, optimizer), or "
-                "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
-            )
+        self._mesh.check_precision(self.precision.precision)
+        wrapped = DistributedDataParallel(
+            module, self.config, **self._mesh.engine_ranks(self.root_device), all_reduce_option=ALL_REDUCE_OPTION
+        )
+        right_order = (
+            "call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
+            "fabric.setup_optimizers(optimizer)"
+        )
+        self._whole_optimizers.refuse_earlier(wrapped, "set up", right_order)
         return self._models.add(module, wrapped)
 
-    def _wrap(self, module: Module) -> DistributedDataParallel:
-        collectives = engine_collectives(self.root_device)
-        return DistributedDataParallel(
-            module, self.config, collectives=collectives, all_reduce_option=ALL_REDUCE_OPTION
-        )
+    def _parallelised(self, module: Module, parallelize_fn: Callable[[Any, DeviceMesh], Module]) -> Module:
+        assert self._mesh.mesh is not None, "Fabric launches before it sets a model up"
+        module = parallelize_fn(module, self._mesh.mesh)
+        if not isinstance(module, Module):
+            raise TypeError(f"parallelize_fn returned {type(module).__name__}: expected the module")
+        if is_on_meta(module):
+            allocate(module, self.root_device)
+        return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
 
-        One that has no parameter of a model is left as it is, as under "ddp". With all-reduce the model may come later:
-        the optimizer steps the Parameters themselves.
+        One that has no parameter of a model is returned unchanged, as under "ddp". With all-reduce the model may come
+        later: the optimizer steps the Parameters themselves.
         """
         owners = self._models.owners(optimizer, "set up")
+        # parallelize_module replaces the Parameters that an earlier optimizer holds
+        if self._parallelize_fn is not None and self._models.open() and not owners:
+            raise ValueError(
+                f"this {type(optimizer).__name__} has no parameter of a model that was set up, since parallelize_fn "
+                "makes new ones. Call model = fabric.setup(module) first, build the optimizer on model.parameters(), "
+                "and call fabric.setup_optimizers(optimizer)"
+            )
         if not owners:
             return self._whole_optimizers.add(optimizer)
-        # a second wrapper would have shards and state of its own, and both would step the same weights
-        for known, model in self._pairs():
-            if known.optimizer is optimizer and model is owners[0]:
-                return known
-        if len(owners) > 1:
-            return optimizer
-        model = owners[0]
-        distributed = DistributedOptimizer(optimizer, model)
-        self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
-        model.engine.announce(rank_zero_info)
-        return distributed
+        return self._models.shard(optimizer, owners[0], rank_zero_info) if len(owners) == 1 else optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Counts what the loop takes for a :class:`~megastrategy.data.ResumableSampler`, which the user saves."""
+        """Counts the loop's batches for a :class:`~megastrategy.data.ResumableSampler`, which the user saves."""
         dataloader = super().process_dataloader(dataloader)
         if (sampler := sampler_of(dataloader)) is None:
             return dataloader
@@ -257,7 +287,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return weigh_by_tokens(loss, num_tokens, self._models.open())
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in under reduce-scatter. Collective.
+        """Returns a parameter's full reduced gradient; ``.grad`` is a placeholder under reduce-scatter. Collective.
 
         Raises:
             ValueError: if it is not a trainable parameter of a model that was set up.
@@ -270,16 +300,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         )
 
     def _distributed(self, optimizer: Any) -> Any:
-        """Finds the sharded optimizer around one of the user's, who may hold both; returns anything else as it is."""
-        return next((known for known, _ in self._pairs() if known.optimizer is optimizer), optimizer)
-
-    def _pairs(self) -> list[tuple[DistributedOptimizer, DistributedDataParallel]]:
-        """Lists the optimizers that are alive, each with its model, which is not closed."""
-        pairs = [(optimizer(), model()) for optimizer, model in self._optimizers]
-        self._optimizers = [
-            refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
-        ]
-        return [(opt, model) for opt, model in pairs if opt is not None and model is not None and not model.is_closed]
+        """Finds the sharded optimizer around one of the user's, who may hold both; returns anything else unchanged."""
+        return self._models.sharded(optimizer) or optimizer
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits as "ddp" does."""
@@ -289,17 +311,21 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
-        return super().get_module_state_dict(unwrapped(module))
+        """Returns the weights that one process would have: of a tensor-parallel model on rank 0 only, and for a
+        directory this rank's parts. Collective."""
+        if self._mesh.mesh is None or self.state_dict_type == "sharded":
+            return super().get_module_state_dict(unwrapped(module))
+        return self._mesh.full_weights(unwrapped(module))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
-        super().load_module_state_dict(unwrapped(module), state_dict, strict)
-        self._load_main_params_of(module, trainable_weights(unwrapped(module), state_dict))
-
-    def _load_main_params_of(self, module: Module, weights: dict[str, Tensor]) -> None:
-        """Takes fp32 values that the module has just rounded; main params in the file come later, and replace them."""
-        for optimizer, model in self._pairs():
+        if self._mesh.mesh is None:
+            super().load_module_state_dict(unwrapped(module), state_dict, strict)
+        else:
+            self._mesh.load_weights(unwrapped(module), state_dict, strict)
+        # fp32 values that the module has just rounded; main params in the file come later, and replace them
+        for optimizer, model in self._models.optimizers():
             if model is module:
-                optimizer.load_main_params(weights)
+                optimizer.load_main_params(trainable_weights(unwrapped(module), state_dict))
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Gathers torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
@@ -321,7 +347,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             refuse_storage_options(storage_options)
             self._save_directory(place_of_directory(self.broadcast(path)), state, filter or {})
             return
-        # collective, so for every optimizer on every rank, although rank 0 alone is given any
+        # collective, so for every optimizer on every rank, although only rank 0 gets a result
         gathered = {key: value.main_params() for key, value in distributed.items()}
         main_params = {key: params for key, params in gathered.items() if params}
         if main_params:
@@ -341,19 +367,18 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(given, Module):
                 saved = self.get_module_state_dict(value)
                 modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
-                written[key] = written_by(
-                    modules[key], unwrapped(given), is_first_replica(self._device_mesh, self.global_rank)
-                )
+                is_first = self._mesh.is_first_replica(self.global_rank)
+                written[key] = written_by(modules[key], unwrapped(given), is_first)
                 continue
             if isinstance(value, DistributedOptimizer):
                 written[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
             extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
-        save_directory(written, extra | all_not_tensors(modules, self._device_mesh), path, checkpoint_collectives())
+        save_directory(written, extra | self._mesh.not_tensors(modules), path, checkpoint_collectives())
 
     def _read_directory(self, path: Directory, state: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
+        """Reads a directory, except the states of optimizers in ``state``, which are read in part later."""
         items = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
         modules = {key: unwrapped(value) for key, value in items if isinstance(value, Module)}
@@ -377,9 +402,9 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads all of ``state``, or nothing: what does not fit is found before anything is changed.
+        """Loads all of ``state``, or nothing: an object that does not fit is found before anything is changed.
 
-        Modules and sharded optimizers take theirs out of the mapped file; all else has memory of its own.
+        Modules and sharded optimizers copy theirs out of the mapped file; all else is copied to memory of its own.
 
         Raises:
             CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
@@ -389,7 +414,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             loaded = self._read_directory(directory, state, weights_only)
         else:
             loaded = super().load_checkpoint(path, None, strict, weights_only)
-        # the user keeps it, perhaps longer than the file is there
+        # the user may keep it longer than the file exists
         if not state:
             return cast(dict[str, Any], own_memory(loaded))
         if not isinstance(state, dict):
@@ -410,13 +435,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     def _load_objects(
         self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path
     ) -> dict[str, Any]:
-        """Takes what belongs to ``objects`` out of ``saved`` and loads it; returns values that cannot load."""
+        """Removes the states of ``objects`` from ``saved`` and loads them; returns values that cannot load."""
         missing = [key for key in objects if key not in saved]
         if strict and missing:
             raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
-        # down to ``values`` all is looked at and nothing changed: what fails, fails before the first object is loaded
+        # up to ``values`` everything is checked and nothing changed: errors come before the first object is loaded
         objects = {key: value for key, value in objects.items() if key in saved}
-        sharded = {id(optimizer) for optimizer, model in self._pairs() if model.layout.num_shards > 1}
+        sharded = {id(optimizer) for optimizer, model in self._models.optimizers() if model.layout.num_shards > 1}
         self._check_objects(objects, saved, strict, path)
         # a directory's optimizers are read now, and changed below: their files may be damaged
         read = {
@@ -432,20 +457,20 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             elif key in read:
                 continue
             elif id(value) in sharded:
-                # each rank copies its part out of the mapped file; all others keep what they are given
+                # each rank copies its part out of the mapped file; all other objects may keep the tensors
                 value.load_state_dict(own)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
                 value.load_state_dict(own_memory(own))
             else:
                 values[key] = own_memory(own)
-        # after the weights, whose rounded values would else replace the main params that were read
+        # after the weights, whose rounded values would otherwise replace the main params
         for apply in read.values():
             apply()
         return values
 
     def _check_objects(self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path) -> None:
-        """Raises CheckpointError where weights, or whole states of optimizers, do not fit."""
-        models = {id(optimizer): model for optimizer, model in self._pairs()}
+        """Raises CheckpointError where weights, or states of optimizers in one file, do not fit."""
+        models = {id(optimizer): model for optimizer, model in self._models.optimizers()}
         for key, value in objects.items():
             source = f"{key!r} in {path}" if key else str(path)
             if isinstance(value, Module):
@@ -476,7 +501,7 @@ class BackwardSyncControl:
 
 
 class LoaderWithOwnEpochs(CountedLoader):
-    """A loader whose sampler knows the epoch. Fabric counts passes of this process alone, and would set it back."""
+    """A loader whose sampler knows the epoch. Fabric counts only the passes of this process, and would set it back."""
 
     sampler = batch_sampler = property(lambda self: None)
 
@@ -487,5 +512,5 @@ class LoaderWithOwnEpochs(CountedLoader):
 
 
 def unwrapped(module: Module) -> Module:
-    """The user's module."""
+    """Returns the user's module."""
     return module.module if isinstance(module, DistributedDataParallel) else module

@@ -9,7 +9,8 @@ from ..core import DistributedDataParallel
 
 
 def named_grad_norms(model: object, norm_type: float) -> dict[str, Tensor]:
-    """Returns what ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` would under "ddp", in every mode.
+    """Returns the norms of ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` under "ddp", in every mode.
+
     Collective with reduce-scatter.
 
     Raises:
@@ -19,7 +20,7 @@ def named_grad_norms(model: object, norm_type: float) -> dict[str, Tensor]:
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
     if not isinstance(model, DistributedDataParallel):
-        raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
+        raise RuntimeError("grad_norm() works during a fit, between a backward and the next zero_grad")
     by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
     found = {
         f"grad_{norm_type}_norm/{name}": by_param[param]

@@ -1,22 +1,24 @@
-"""A mesh of data-parallel ranks and those that share a model, tensor ranks and stages, with Lightning's names, for a
-Trainer and for Fabric."""
+"""Ranks that share a model, as tensor ranks and pipeline stages, beside data-parallel ranks: the mesh of a Trainer and
+of Fabric, with Lightning's names."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
+from .._faults.process_collectives import engine_collectives
 from ..core import cut_state, materialise
+from .weight_averages import averages_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,45 +27,51 @@ DATA, TENSOR, PIPELINE = "data_parallel", "tensor_parallel", "pipeline_parallel"
 """The names of the mesh's dimensions; Lightning has the first two."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelSizes:
-    """The number of ranks that share a model.
+class ModelMesh:
+    """The ranks of one strategy. A copy has no processes yet, and so no mesh.
 
     Args:
-        tensor_parallel_size, pipeline_parallel_size: the number of ranks that have parts of each layer, and of those
-            that have layers of their own.
-        stage_order: by stage, which of the ``pipeline_parallel_size`` blocks of consecutive ranks has it; None for one
-            after the other.
+        tensor_parallel_size: the number of ranks that have parts of each layer.
+        pipeline_parallel_size: the number of ranks that have different layers.
+        stage_order: by stage, which of the ``pipeline_parallel_size`` blocks of consecutive ranks has it; None for
+            ascending order.
+
+    Attributes:
+        mesh: all ranks, as (:data:`PIPELINE`, :data:`DATA`, :data:`TENSOR`) without the first or the last where its
+            size is 1; None where every rank is a data-parallel rank, and before :meth:`make`.
 
     Raises:
-        ValueError: for what is no size or order, by name.
+        ValueError: for an invalid size or order, by name.
     """
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    stage_order: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
-        for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
-            if size < 1:
+    def __init__(
+        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, stage_order: Sequence[int] | None = None
+    ) -> None:
+        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
+        self._stage_order = stage_order
+        self.mesh: DeviceMesh | None = None
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={size}: expected at least one rank")
-        if self.stage_order is not None and sorted(self.stage_order) != list(range(pipeline)):
+        if stage_order is not None and sorted(stage_order) != list(range(pipeline_parallel_size)):
             raise ValueError(
-                f"stage_order={list(self.stage_order)}: expected each number from 0 to {pipeline - 1} once, of "
-                f"pipeline_parallel_size={pipeline} blocks of ranks"
+                f"stage_order={list(stage_order)}: expected each number from 0 to {pipeline_parallel_size - 1} once, "
+                f"of pipeline_parallel_size={pipeline_parallel_size} blocks of ranks"
             )
 
-    def make_mesh(self, world_size: int, device: torch.device) -> DeviceMesh | None:
-        """All ranks, as (:data:`PIPELINE`, :data:`DATA`, :data:`TENSOR`) without the first or the last where its size
-        is 1; None where each is a data-parallel one. Collective.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.tensor_parallel_size, self.pipeline_parallel_size, self._stage_order)
+
+    def make(self, world_size: int, device: torch.device) -> None:
+        """Makes the mesh of ``world_size`` ranks. Collective.
 
         Raises:
             ValueError: if the ranks cannot be divided so.
         """
         tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        self.mesh = None
         if tensor * pipeline == 1:
-            return None
+            return
         if world_size % (tensor * pipeline):
             sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
             given = " times ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
@@ -73,98 +81,136 @@ class ModelSizes:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         if pipeline == 1:
-            return init_device_mesh(device.type, (world_size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
-        # As Megatron-LM has it: tensor ranks, which speak most, are neighbours, and stages are farthest apart.
-        blocks = torch.arange(world_size, device="cpu").view(pipeline, -1, tensor)[
-            list(self.stage_order or range(pipeline))
-        ]
-        if tensor == 1:
-            return DeviceMesh(device.type, blocks.squeeze(2), mesh_dim_names=(PIPELINE, DATA))
-        return DeviceMesh(device.type, blocks, mesh_dim_names=(PIPELINE, DATA, TENSOR))
+            self.mesh = init_device_mesh(device.type, (world_size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
+            return
+        # As in Megatron-LM: tensor ranks, which communicate most, are neighbours, and stages are farthest apart.
+        blocks = torch.arange(world_size, device="cpu").view(pipeline, -1, tensor)
+        blocks = blocks[list(self._stage_order or range(pipeline))]
+        names = (PIPELINE, DATA, TENSOR) if tensor > 1 else (PIPELINE, DATA)
+        self.mesh = DeviceMesh(device.type, blocks if tensor > 1 else blocks.squeeze(2), mesh_dim_names=names)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks share the model by layers."""
+        return self.mesh is not None and PIPELINE in (self.mesh.mesh_dim_names or ())
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The data-parallel ranks; None where all ranks are."""
+        return None if self.mesh is None else self.mesh.get_group(DATA)
+
+    def engine_ranks(self, device: torch.device, *, agreed: bool = False) -> dict[str, Any]:
+        """Returns the arguments of DistributedDataParallel that say which ranks reduce gradients. Collective.
+
+        ``agreed``: see :func:`~megastrategy._faults.process_collectives.engine_collectives`.
+        """
+        if self.mesh is None:
+            return {"collectives": engine_collectives(device, agreed=agreed)}
+        return {"process_group": self.data_group}
+
+    def sampler_ranks(self) -> dict[str, int] | None:
+        """Says which part of the data this rank gets: all ranks that share a model get the same batches. None where no
+        ranks do."""
+        if self.mesh is None:
+            return None
+        return {"num_replicas": self.mesh[DATA].size(), "rank": self.mesh.get_local_rank(DATA)}
+
+    def broadcast_state(self, module: Module) -> None:
+        """Sends parameters and buffers from the first data-parallel rank to the others, and replicated ones from the
+        first tensor rank. Collective."""
+        assert self.mesh is not None, "the caller has checked"
+        for tensor in (*module.parameters(), *module.buffers()):
+            part = getattr(tensor, "_local_tensor", tensor).detach()
+            is_cut = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+            has_tensor_ranks = TENSOR in (self.mesh.mesh_dim_names or ())
+            for name in [TENSOR, DATA] if has_tensor_ranks and not is_cut else [DATA]:
+                torch.distributed.broadcast(part, group=self.mesh.get_group(name), group_src=0)
+
+    def set_up_evaluation(self, strategy: Any) -> None:
+        """Does the rest of ``Strategy.setup`` where no model is wrapped. Collective.
+
+        Lightning's own would send rank 0's weights to all ranks here, into other ranks' parts and layers.
+        """
+        strategy.precision_plugin.convert_module(strategy.model)
+        strategy.model_to_device()
+        self.broadcast_state(strategy.model)
+        strategy.setup_precision_plugin()
+
+    def is_first_replica(self, rank: int) -> bool:
+        """Whether a rank has the first replica of its part of the model. It then saves values that may differ between
+        data-parallel ranks, such as buffers."""
+        if self.mesh is None:
+            return rank == 0
+        return not any(self.mesh.get_local_rank(name) for name in self.mesh.mesh_dim_names or () if name != PIPELINE)
+
+    def not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the values that are no tensors, of all stages; see :func:`not_tensors`. Collective over them."""
+        found = not_tensors(weights)
+        if self.mesh is None or not self.is_pipeline:
+            return found
+        every: list[Any] = [None] * self.mesh[PIPELINE].size()
+        torch.distributed.all_gather_object(every, found, group=self.mesh.get_group(PIPELINE))
+        joined: dict[str, dict[str, Any]] = {}
+        for by_key in (stage.get(NOT_TENSORS, {}) for stage in every):
+            for key, values in by_key.items():
+                joined.setdefault(key, {}).update(values)
+        return {NOT_TENSORS: joined} if joined else {}
+
+    def check_precision(self, precision: str) -> None:
+        """Raises ValueError for a precision that scales the loss after a pipeline's backwards."""
+        if self.is_pipeline and precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are "
+                "over, so that small gradients would be lost. Choose 'bf16-mixed'"
+            )
+
+    def full_weights(self, module: Module) -> dict[str, Any]:
+        """Returns the state that one process would have, on the host of rank 0; empty on other ranks. Collective."""
+        if self.mesh is not None and self.is_pipeline:
+            from ..pipeline import whole_state_dict
+
+            # The other data-parallel ranks' stages have the same.
+            return whole_state_dict(module) if self.mesh.get_local_rank(DATA) == 0 else {}
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        # A tensor at a time, and on rank 0 only.
+        return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def load_weights(self, module: Module, weights: Mapping[str, Any], strict: bool) -> None:
+        """Loads this rank's parts of full weights; parts that this rank has read already are loaded as they are."""
+        if self.is_pipeline:
+            from ..pipeline import load_whole_state_dict
+
+            load_whole_state_dict(module, weights, strict)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(module, cut_state(module, weights), options=StateDictOptions(strict=strict))
 
 
-def sampler_ranks(mesh: DeviceMesh) -> dict[str, int]:
-    """Says which part of the data this rank gets: all ranks that share a model get the same batches."""
-    return {"num_replicas": mesh[DATA].size(), "rank": mesh.get_local_rank(DATA)}
-
-
-def bring_to_replicas(module: Module, mesh: DeviceMesh) -> None:
-    """Parameters and buffers become those of the first data-parallel rank, and what tensor ranks have whole the first
-    one's of these. Collective."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        part = getattr(tensor, "_local_tensor", tensor).detach()
-        is_cut = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
-        has_tensor_ranks = TENSOR in (mesh.mesh_dim_names or ())
-        names = [TENSOR, DATA] if has_tensor_ranks and not is_cut else [DATA]
-        for name in names:
-            torch.distributed.broadcast(part, group=mesh.get_group(name), group_src=0)
-
-
-def is_first_replica(mesh: DeviceMesh | None, rank: int) -> bool:
-    """Whether a rank has the first replica of what it has of the model, and so writes what data-parallel ranks may have
-    otherwise, as buffers."""
-    if mesh is None:
-        return rank == 0
-    return not any(mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != PIPELINE)
-
-
-def all_not_tensors(weights: Mapping[str, Mapping[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """As :func:`not_tensors`, of all stages. Collective over them."""
-    found = not_tensors(weights)
-    if mesh is None or not is_pipeline(mesh):
-        return found
-    every: list[Any] = [None] * mesh[PIPELINE].size()
-    torch.distributed.all_gather_object(every, found, group=mesh.get_group(PIPELINE))
-    joined: dict[str, dict[str, Any]] = {}
-    for by_key in (theirs.get(NOT_TENSORS, {}) for theirs in every):
-        for key, values in by_key.items():
-            joined.setdefault(key, {}).update(values)
-    return {NOT_TENSORS: joined} if joined else {}
-
-
-def check_precision_of_pipeline(precision: str) -> None:
-    """Raises ValueError for a precision whose losses are scaled when a schedule's backwards are over."""
-    if precision == "16-mixed":
-        raise ValueError(
-            "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are over, "
-            "so that small gradients would be lost. Choose 'bf16-mixed'"
-        )
-
-
-def is_pipeline(mesh: DeviceMesh) -> bool:
-    """Whether its ranks share a model by layers."""
-    return PIPELINE in (mesh.mesh_dim_names or ())
-
-
-def whole_weights(module: Module, mesh: DeviceMesh) -> dict[str, Any]:
-    """The state of the module as one process would have it, on the host of rank 0; empty on the others. Collective."""
-    if is_pipeline(mesh):
-        from ..pipeline import whole_state_dict
-
-        # The other data-parallel ranks' stages have the same.
-        return whole_state_dict(module) if mesh.get_local_rank(DATA) == 0 else {}
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    # A tensor at a time, and on rank 0 alone.
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh: DeviceMesh) -> None:
-    """Loads whole weights, of which each rank takes its parts, and what a rank has read its part of alone."""
-    if is_pipeline(mesh):
-        from ..pipeline import load_whole_state_dict
-
-        load_whole_state_dict(module, weights, strict)
+def check_pipeline_loop(mesh: ModelMesh, trainer: Any, precision: str) -> None:
+    """Raises ValueError for settings of a Trainer that do not work with a schedule, whose forward runs backwards."""
+    mesh.check_precision(precision)
+    if not mesh.is_pipeline:
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    set_model_state_dict(module, cut_state(module, weights), options=StateDictOptions(strict=strict))
+    if (number := trainer.accumulate_grad_batches) != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={number} with a pipeline: its forward begins from zero. Let a batch be "
+            f"{number} times as large, and have {number} times as many microbatches"
+        )
+    for callback in trainer.callbacks:
+        if averages_weights(callback):
+            raise ValueError(
+                f"{type(callback).__name__} with a pipeline: its averages in a checkpoint are those of rank 0, "
+                "which has one stage, and those of the other stages would be lost. Average the weights of several "
+                "checkpoints afterwards"
+            )
 
 
 @contextmanager
 def empty_init_context(precision: AbstractContextManager[Any]) -> Iterator[None]:
-    """Makes what is made in it on meta: a model that no device has room for gets memory once it is cut, as under
-    Lightning's ModelParallelStrategy. ``precision``: the plugin's context."""
+    """Builds modules on meta: a model too large for a device gets memory after it is cut, as under Lightning's
+    ModelParallelStrategy. ``precision``: the plugin's context."""
     with torch.device("meta"), precision:
         yield
 
@@ -174,13 +220,25 @@ def is_on_meta(module: Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
-def has_cut_parameters(module: Module) -> bool:
-    """Whether a parameter of the module is a DTensor."""
-    return any(hasattr(param, "placements") for param in module.parameters())
+@contextmanager
+def leave_in_place(strategy: Any) -> Iterator[None]:
+    """Keeps a teardown from moving a module to the host that is on meta or has DTensors.
+
+    On meta there is nothing to move, and torch refuses for DTensors that the graph of a failed step still refers to:
+    such an error would hide the user's.
+    """
+    module = strategy._lightning_module
+    if module is not None and strategy.device_mesh is not None:
+        is_cut = any(hasattr(param, "placements") for param in module.parameters())
+        strategy._lightning_module = None if is_cut or is_on_meta(module) else module
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module
 
 
-def give_memory(module: Module, device: torch.device) -> None:
-    """Gives what is on meta memory; warns of classes that cannot give it values."""
+def allocate(module: Module, device: torch.device) -> None:
+    """Allocates parameters and buffers that are on meta; warns of classes that cannot initialise them."""
     if without := materialise(module, device):
         rank_zero_warn(
             f"{', '.join(without)} have no reset_parameters() method: their parameters and buffers, made on meta, have "
@@ -188,14 +246,28 @@ def give_memory(module: Module, device: torch.device) -> None:
         )
 
 
+def loss_parallel_backward(mesh: ModelMesh, module: Any, loss: Tensor) -> AbstractContextManager[Any]:
+    """Opens torch's ``loss_parallel`` for a backward where ``training_step`` has left it, and backward needs it.
+
+    A module's own backward opens it itself, as Lightning's documentation says, and torch cannot open it twice.
+    """
+    opens_itself = type(module).backward.__qualname__ != "LightningModule.backward"
+    if mesh.mesh is None or opens_itself or not is_loss_parallel(loss):
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    context: AbstractContextManager[Any] = loss_parallel()
+    return context
+
+
 _NEAR = 200
-"""Nodes of a graph that are looked at: losses are near its end, and a walk over all of a large one takes long."""
+"""The number of graph nodes that are searched: losses are near its end, and a walk over a large graph takes long."""
 
 
 def is_loss_parallel(loss: Tensor) -> bool:
     """Whether torch's ``loss_parallel`` was open where this loss was computed, so that backward needs it too.
 
-    Only then are the logits of a cross entropy cut along their classes; without it DTensor makes them whole first.
+    Only then are the logits of a cross entropy cut along their classes; without it DTensor gathers them first.
     """
     pending, seen = deque([loss.grad_fn]), set[Any]()
     while pending and len(seen) < _NEAR:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
 else:
-    _Base = object
+    _Base = object  # each of two packages puts its own there
 
 
 class EnginePrecision(_Base):
-    """Stands between a plugin's own class and Lightning's ``Precision`` for the time of a fit; see :func:`lend`."""
+    """Comes between a plugin's class and Lightning's ``Precision`` during a fit; see :func:`add_engine_clipping`."""
 
-    _lent_by: type[_Base]
+    _plugin_class: type[_Base]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copies and pickles as what was lent: pickle knows a class by its name, and this one has another's."""
-        twin = object.__new__(self._lent_by)
+        """Copies and pickles as the plugin's own class, whose name this class has: pickle finds classes by name."""
+        twin = object.__new__(self._plugin_class)
         twin.__dict__.update(self.__dict__)
         reduced: Any = twin.__reduce_ex__(protocol)
         make, *others = reduced
@@ -46,22 +46,22 @@ def _new(kind: type, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
-    """Gives a plugin the engine's clipping until :func:`take_back`.
+def add_engine_clipping(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
+    """Gives a plugin the engine's clipping until :func:`remove_engine_clipping`.
 
-    The engine's functions come in the method resolution order after the plugin's class and everything a user derived it
-    from, and before Lightning's own ``Precision``. So what a user overrides is called, and ``super()`` inside of it
-    finds the engine. The new class has the old one's name, under which checkpoints store a plugin's state.
+    The engine's functions come in the method resolution order after the plugin's class and its bases, and before
+    Lightning's own ``Precision``. So a user's override is called, and ``super()`` inside of it finds the engine. The
+    new class has the old one's name, under which checkpoints store a plugin's state.
     """
     kind: type = type(plugin)
     if isinstance(plugin, engine_precision):
         return
     bases: tuple[type, ...] = (engine_precision,) if issubclass(engine_precision, kind) else (kind, engine_precision)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_lent_by": kind}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plugin_class": kind}
     plugin.__class__ = types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(names))
 
 
-def take_back(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
-    """Gives a plugin the class again that it had before :func:`lend`."""
+def remove_engine_clipping(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
+    """Restores the class that a plugin had before :func:`add_engine_clipping`."""
     if isinstance(plugin, engine_precision):
-        plugin.__class__ = plugin._lent_by  # type: ignore[assignment]
+        plugin.__class__ = plugin._plugin_class  # type: ignore[assignment]

@@ -1,10 +1,9 @@
-"""The Trainer's part of a :class:`~megastrategy.data.ResumableSampler`: its place goes into checkpoints, and is found
-again.
+"""Saves the place of a Trainer's :class:`~megastrategy.data.ResumableSampler` in checkpoints, and restores it.
 
-[Note: what is consumed]
+[Note: which samples are consumed]
 Lightning's own counters say which batches of an epoch are done, and on a resume the loop goes on from them. The place
 is computed from the same counters, so that both agree wherever the checkpoint was written: in a hook of a batch, in
-validation, at an epoch's end. What workers read ahead is in none of them.
+validation, at an epoch's end. None of them counts batches that workers have read ahead.
 """
 
 from __future__ import annotations
@@ -19,31 +18,26 @@ from ..data import ResumableSampler, sampler_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 SAMPLER_KEY = "megatron_ddp_sampler"
-"""Key in a checkpoint: the place in the training data. "ddp" leaves it alone."""
+"""Key in a checkpoint: the place in the training data. "ddp" ignores it."""
 
 
-class ResumesData(_Base):
-    """A strategy that saves and restores the place of a sampler. The epoch's batches come from one loader."""
+class DataPlace:
+    """Saves and restores the place of a Trainer's sampler. The epoch's batches come from one loader."""
 
-    _loaded: _Loaded | None = None
-    """The place in the checkpoint that this run goes on from."""
+    def __init__(self) -> None:
+        self._loaded: _Loaded | None = None  # the place in the checkpoint that this run goes on from
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Restores the place before anybody iterates: workers read ahead from the first iterator on."""
-        dataloader = super().process_dataloader(dataloader)
-        sampler, trainer = sampler_of(dataloader), self._trainer()
+    def restore(self, dataloader: object, trainer: pl.Trainer, ranks: dict[str, Any]) -> object:
+        """Restores the place before the loader is iterated: workers read ahead from the first iterator on."""
+        sampler = sampler_of(dataloader)
         if sampler is None or not isinstance(dataloader, DataLoader) or not trainer.training:
             return dataloader
-        ranks = self.distributed_sampler_kwargs
         sampler.divide(ranks["num_replicas"], ranks["rank"])
         loaded = self._loaded
-        if loaded is not None and not loaded.is_given:
-            loaded.is_given = True  # loaders may be made anew in each epoch
+        if loaded is not None and not loaded.is_restored:
+            loaded.is_restored = True  # loaders may be made anew in each epoch
             sampler.load_state_dict(loaded.place)
         else:
             # a fit before may have gone on within the epoch that this one begins
@@ -53,16 +47,14 @@ class ResumesData(_Base):
         resumable = copy.copy(dataloader)
         # Lightning warns of a loader that does not resume, unless it has these
         resumable.state_dict = dict
-        resumable.load_state_dict = _do_nothing
+        resumable.load_state_dict = _ignore
         return resumable
 
-    def on_train_start(self) -> None:
-        """Counts the batches that are done in batches of these ranks, where a resume begins within an epoch."""
-        super().on_train_start()
-        trainer = self._trainer()
+    def correct_progress(self, trainer: pl.Trainer) -> None:
+        """Counts the epoch's trained batches in batches of these ranks, where a resume begins within an epoch."""
         loader, sampler = _only_loader(trainer)
         loop = trainer.fit_loop.epoch_loop
-        # a checkpoint without a place, of "ddp" for one, is gone on with as there
+        # a checkpoint without a place, such as that of "ddp", is gone on with as there
         if self._loaded is None or loader is None or sampler is None or not loop.restarting:
             return
         progress = loop.batch_progress
@@ -76,12 +68,8 @@ class ResumesData(_Base):
         for name in ("ready", "started", "processed", "completed"):
             setattr(done, name, getattr(done, name) + difference)
 
-    def teardown(self) -> None:
-        self._loaded = None  # also where an evaluation has loaded it, for weights alone
-        super().teardown()
-
-    def take_place(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Keeps the place in a checkpoint for the loader that comes, and returns the checkpoint."""
+    def load(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Keeps the place in a checkpoint until the loader is made, and returns the checkpoint."""
         self._loaded = None
         if (place := checkpoint.get(SAMPLER_KEY)) is not None:
             loop = checkpoint["loops"]["fit_loop"]
@@ -89,23 +77,23 @@ class ResumesData(_Base):
             self._loaded = _Loaded(place, num_batches, place["epoch"] > loop["epoch_progress"]["current"]["processed"])
         return checkpoint
 
-    def add_place(self, checkpoint: dict[str, Any]) -> None:
+    def forget(self) -> None:
+        """Drops a loaded place. An evaluation has loaded one, too, with the weights."""
+        self._loaded = None
+
+    def save(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         """Adds the place to a checkpoint that has the loops' counters."""
-        loader, sampler = _only_loader(self._trainer())
+        loader, sampler = _only_loader(trainer)
         if loader is None or sampler is None or "loops" not in checkpoint:
             return
         loop = checkpoint["loops"]["fit_loop"]
-        # of loaders like ours: "ddp" has none that it could be given to
+        # states of loaders like ours: under "ddp" no loader could load them
         loop["state_dict"] = {key: value for key, value in loop["state_dict"].items() if value != [{}]}
         num_batches = loop["epoch_loop.batch_progress"]["total"]["ready"]
         if self._loaded is not None and num_batches == self._loaded.num_batches:
-            checkpoint[SAMPLER_KEY] = self._loaded.place  # no batch has come since
+            checkpoint[SAMPLER_KEY] = self._loaded.place  # no batch was trained since
         else:
             checkpoint[SAMPLER_KEY] = sampler.state_at(*_place(loop, loader, sampler))
-
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
 
 @dataclasses.dataclass
@@ -114,19 +102,19 @@ class _Loaded:
 
     Attributes:
         place: the sampler's state.
-        num_batches: the number of batches that any epoch had begun by then.
+        num_batches: batches that all epochs together had begun by then.
         is_at_end: whether the epoch's last batch was trained, and Lightning had not ended the epoch yet.
-        is_given: whether a sampler has it.
+        is_restored: whether a sampler has loaded it.
     """
 
     place: dict[str, Any]
     num_batches: int
     is_at_end: bool
-    is_given: bool = False
+    is_restored: bool = False
 
 
 def _place(loop: dict[str, Any], loader: DataLoader[Any], sampler: ResumableSampler) -> tuple[int, int]:
-    """Computes the epoch and what is consumed of it. Lightning gives samplers the number of processed epochs."""
+    """Computes the epoch and its consumed samples. Lightning numbers a sampler's epochs by those processed."""
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
     epoch, done = epochs["processed"], batches["current"]
     # from an epoch's end to the next one's first batch the counters of batches are those of the epoch before
@@ -143,5 +131,5 @@ def _only_loader(trainer: pl.Trainer) -> tuple[DataLoader[Any] | None, Resumable
     return (loader, sampler_of(loader)) if isinstance(loader, DataLoader) else (None, None)
 
 
-def _do_nothing(state: dict[str, Any]) -> None:
-    """Takes the empty state of a loader."""
+def _ignore(state: dict[str, Any]) -> None:
+    """Ignores the empty state of a loader."""

@@ -2,21 +2,21 @@
 
 Lightning acts on them wherever they find a rank, and both take collectives: a broadcast for the first, a checkpoint
 for the second. Unless a signal finds all ranks between the same two collectives, those are matched with the wrong
-ones, and ranks hang or fail, under "ddp" too. Here the handlers only remember and post it
-(:mod:`megastrategy._lightning.posted_signals`).
+ones, and ranks hang or fail, under "ddp" too. Here the handlers only record and share it
+(:mod:`megastrategy._lightning.shared_signals`).
 
-Before every batch of training, and at the end of a fit, the ranks agree, where Lightning has them compare notes in any
-case. Between two batches of evaluation they look at what is posted, and do not wait for each other:
+Before every batch of training, and at the end of a fit, the ranks agree, in place of Lightning's own broadcast. Between
+two batches of evaluation they poll the store, and do not wait for each other:
 
-- For SIGTERM each rank stops where it is, and says so. A rank that waits for one that stopped, at the end of the
-  validation or before the next batch of training, learns of it there and stops too. No step is half done then: a rank
+- For SIGTERM each rank stops where it is, and reports it. A rank that waits for one that stopped, at the end of the
+  validation or before the next batch of training, reads it there and stops too. No step is half done then: a rank
   evaluates after it has sent all of its steps.
-- For the other signal all ranks save together, as one rank alone does: a validation may last longer than the time that
+- For the other signal all ranks save together, as a single rank does: a validation may last longer than the time that
   the scheduler leaves. If one waits for the others at its end, they come there, and save before the next batch of
   training.
 
-One rank has nobody to agree with. SIGTERM is known to Lightning at once, which stops after the batch; the other signal
-is obeyed before the next batch, when no step is half done.
+A single rank has no other to agree with. Lightning sees SIGTERM at once, and stops after the batch; the other signal is
+obeyed before the next batch, when no step is half done.
 """
 
 from __future__ import annotations
@@ -26,53 +26,51 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .checked_collectives import MeetingPlace
-from .posted_signals import PostedSignals
+from .checked_collectives import CallCheck
+from .shared_signals import SharedSignals
 
 _log = logging.getLogger("megastrategy")
 
 
-class _InPlace:
-    """Stands in the place of a method of Lightning's object. Copies and pickles of the object have their own again."""
+class _Replacement:
+    """Replaces a method of Lightning's object. Copies and pickles of the object have their own method again."""
 
-    def __init__(self, of: Any, name: str, run: Callable[..., Any]) -> None:
-        self._of, self._name, self._run = of, name, run
+    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
+        self._owner, self._name, self._run = owner, name, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._of, self._name)  # of an object that is being made, and has its class's methods alone
+        return getattr, (self._owner, self._name)  # the object is being made, and has only its class's methods
 
 
 class SignalAgreement:
-    """Takes the place of methods on objects of one Trainer, until :meth:`remove`.
+    """Replaces methods on objects of one Trainer, until :meth:`remove`.
 
     Args:
         trainer: the Trainer, before it registers its signal handlers.
-        meeting_place: where the ranks agree before a batch; None on one rank.
-        sigterm_exception: what Lightning raises for SIGTERM.
+        call_check: the ranks agree by it before a batch; None on one rank.
+        sigterm_exception: raised by Lightning for SIGTERM.
     """
 
-    def __init__(
-        self, trainer: Any, meeting_place: MeetingPlace | None, sigterm_exception: type[BaseException]
-    ) -> None:
-        self._trainer, self._meeting_place, self._sigterm_exception = trainer, meeting_place, sigterm_exception
+    def __init__(self, trainer: Any, call_check: CallCheck | None, sigterm_exception: type[BaseException]) -> None:
+        self._trainer, self._call_check, self._sigterm_exception = trainer, call_check, sigterm_exception
         self._connector = trainer._signal_connector
-        self._posted = PostedSignals() if meeting_place is not None else None
+        self._shared = SharedSignals() if call_check is not None else None
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
         self._replaced: list[tuple[Any, str, Any]] = []
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
-        self._replace(self._connector, "_sigterm_notifier_fn", self._remember_to_end)
-        self._replace(self._connector, "_slurm_sigusr_handler_fn", self._remember_to_requeue)
+        self._replace(self._connector, "_sigterm_notifier_fn", self._on_sigterm)
+        self._replace(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
         fit_loop = trainer.fit_loop
         for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._replace(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
         loop = trainer.predict_loop
         self._replace(loop, "_predict_step", self._obeying(loop, loop._predict_step))
-        if self._posted is None:
+        if self._shared is None:
             self._replace(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
         else:
             self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree)
@@ -85,39 +83,38 @@ class SignalAgreement:
 
     def remove(self) -> None:
         """Puts Lightning's own methods back, or those that a user had put in their place."""
-        for of, name, before in self._replaced:
+        for owner, name, before in self._replaced:
             if before is not None:
-                setattr(of, name, before)
+                setattr(owner, name, before)
             else:
-                vars(of).pop(name, None)
+                vars(owner).pop(name, None)
         self._replaced.clear()
 
-    def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((of, name, vars(of).get(name)))
-        setattr(of, name, _InPlace(of, name, method))
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, _Replacement(owner, name, method))
 
     # --- handlers ----------------------------------------------------------------------------------------------------
 
-    def _remember_to_end(self, signum: int, frame: Any) -> None:
-        alone = self._posted is None
-        when = "it stops after this batch" if alone else "all ranks stop before the next batch"
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        when = "it stops after this batch" if self._shared is None else "all ranks stop before the next batch"
         _log.warning("rank %d: received SIGTERM; %s", self._trainer.global_rank, when)
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._terminated:
             launcher.kill(signum)
         self._terminated = True
-        if self._posted is None:
+        if self._shared is None:
             self._connector.received_sigterm = True
         else:
-            self._posted.post_sigterm()
+            self._shared.share_sigterm()
 
-    def _remember_to_requeue(self, signum: int, frame: Any) -> None:
-        who = "it saves" if self._posted is None else "all ranks save"
+    def _on_requeue_signal(self, signum: int, frame: Any) -> None:
+        who = "it saves" if self._shared is None else "all ranks save"
         _log.warning("rank %d: received signal %d; %s before the next batch", self._trainer.global_rank, signum, who)
         self._num_requeues += 1
         self._requeue_signal = signum
-        if self._posted is not None:
-            self._posted.post_requeue(self._num_requeues, signum)
+        if self._shared is not None:
+            self._shared.share_requeue(self._num_requeues, signum)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -126,38 +123,38 @@ class SignalAgreement:
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
-            if self._posted is None:
+            if self._shared is None:
                 self._requeue(self._num_requeues, self._requeue_signal)
                 if self._terminated:
                     raise self._sigterm_exception
             elif loop.batch_progress.current.ready > 0:  # the first may take all ranks, for buffers of the module
-                self._look(self._posted)
+                self._obey_shared(self._shared)
             return method(*arguments, **options)
 
         return run
 
-    def _look(self, posted: PostedSignals) -> None:
-        if signum := posted.look(self._num_requeues_done):
+    def _obey_shared(self, shared: SharedSignals) -> None:
+        if signum := shared.poll(self._num_requeues_done):
             self._requeue(self._num_requeues_done + 1, signum)
-        if posted.terminates:
-            posted.leave()
+        if shared.terminates:
+            shared.report_stop()
             self._connector.received_sigterm = True
             raise self._sigterm_exception
 
     def _stopping_with_others(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the whole run: a failure that follows from other ranks having stopped for SIGTERM ends this rank in the
+        """Wraps the run: a failure that follows from other ranks having stopped for SIGTERM ends this rank in the
         same way."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
             try:
                 return method(*arguments, **options)
-            except RuntimeError as error:  # the engine's, or a backend's from a collective that nobody watches
-                if self._posted is None or not self._posted.has_left():
+            except RuntimeError as error:  # the engine's, or a backend's from an unwatched collective
+                if self._shared is None or not self._shared.has_any_stopped():
                     raise
                 rank = self._trainer.global_rank
                 _log.warning("rank %d: stops, since another did for SIGTERM. It was interrupted by: %s", rank, error)
-                self._posted.leave()
+                self._shared.report_stop()
                 self._connector.received_sigterm = True
                 raise self._sigterm_exception from error
 
@@ -176,7 +173,7 @@ class SignalAgreement:
         return run
 
     def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the end of a fit. No batch comes before which ranks would stop, and the user's program would go on."""
+        """Wraps the end of a fit: no next batch comes before which ranks would stop."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -191,9 +188,9 @@ class SignalAgreement:
             self._save_and_requeue(signum, None)
 
     def _agree(self) -> None:
-        assert self._meeting_place is not None
+        assert self._call_check is not None
         facts = [self._terminated, self._num_requeues, self._requeue_signal]
-        terminated, num_requeues, requeue_signal = self._meeting_place.meet("batch", facts)
+        terminated, num_requeues, requeue_signal = self._call_check.compare("batch", facts)
         self._requeue(num_requeues, requeue_signal)
         if terminated:
             self._connector.received_sigterm = True

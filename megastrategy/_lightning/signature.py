@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from megastrategy_autoload import DOORS
 
 from .._checkpoints.directories import StateDictType
-from ..core import DistributedDataParallelConfig
+from ..core import DistributedDataParallelConfig, config_from_arguments, describe_translation
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -28,18 +29,18 @@ _TORCH_DDP_ARGUMENTS = [
 
 
 ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(use_distributed_optimizer=False)'
-"""Tells a user of a Trainer or Fabric how to ask for an all-reduce, in errors whose way out it is."""
+"""The way to an all-reduce for users of a Trainer or Fabric, in errors that it solves."""
 
 
 NO_SCALER = "choose a precision without a scaler, like 'bf16-mixed'"
-"""Tells a user of a Trainer or Fabric how to train without gradient scaling."""
+"""The way to train without gradient scaling for users of a Trainer or Fabric, in errors."""
 
 
 def strategy_class(cls: _Class) -> _Class:
     """Decorates a class that takes the config's fields as ``**options`` and derives from a package's ``DDPStrategy``.
 
-    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``. It should not
-    be written a second time, so the signature is made from the config. The package's own types are taken from its
+    ``help()``, an editor and LightningCLI see a field only if it is in the signature of ``__init__``. It should not be
+    written a second time, so the signature is made from the config. The package's own types are taken from its
     ``DDPStrategy``, since they are other classes in each package.
     """
     initialise: Any = cls.__init__  # type: ignore[misc]
@@ -61,7 +62,15 @@ def strategy_class(cls: _Class) -> _Class:
     return cls
 
 
-def argument_names(strategy: object) -> list[str]:
+def read_options(strategy: object, options: dict[str, Any]) -> DistributedDataParallelConfig:
+    """Makes the configuration out of a strategy's options. A translated comm hook of torch DDP is logged on rank 0."""
+    config = config_from_arguments(options, _argument_names(strategy))
+    if translation := describe_translation(options):
+        rank_zero_info(translation)
+    return config
+
+
+def _argument_names(strategy: object) -> list[str]:
     """Names the arguments of a strategy; of a user's subclass, those of ours."""
     ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
     return list(inspect.signature(ours).parameters)
@@ -92,7 +101,7 @@ def _signature(cls: type, initialise: Any) -> Signature:
 
 def _describe(strategy: Any, package: str) -> str:
     """Names the classes for other packages, too. Lightning shows a strategy that it refuses, as one made for another of
-    its packages is, so the remedy stands in its ``repr``."""
+    its packages is, so the remedy is in its ``repr``."""
     options = ", ".join(
         f"{field.name}={getattr(strategy.config, field.name)!r}"
         for field in dataclasses.fields(strategy.config)

@@ -1,9 +1,9 @@
-"""The callback that takes no step by gradients that stand out.
+"""The callback that skips optimizer steps whose gradients are outliers.
 
 Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put it in front of their ``Callback``.
 
 [Note: why ranks agree]
-The decision hangs on the norm alone, and that has the same bits on every rank: partial norms are gathered, and every
+The decision depends only on the norm, which has the same bits on every rank: partial norms are gathered, and every
 rank adds them in the same order. So ranks decide alike without another message, and with the same history for good.
 
 [Note: a step without gradients]
@@ -22,13 +22,10 @@ import torch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Base
-else:
-    _Base = object
 
 
-class StepSkipper(_Base):
-    """Leaves weights and optimizer state alone where the norm of the gradients is too large, or stands out.
+class StepSkipper:
+    """Skips an optimizer step where the norm of the gradients is too large, or an outlier.
 
     A step is skipped where the total norm of the optimizer's reduced gradients, before clipping, is over ``max_norm``;
     where it is over the mean of the norms before it by more than ``sigmas`` standard deviations; or where it is not
@@ -44,7 +41,7 @@ class StepSkipper(_Base):
         sigmas: None for no comparison with others.
         window: the number of norms that are remembered, of steps that were skipped, too, so that a level that stays is
             got used to. One that is far out widens the limit until it is forgotten: give ``max_norm``, too. Before half
-            of them are known none stands out.
+            of them are known no norm is an outlier.
 
     Attributes:
         num_skipped: steps of all optimizers, in all fits; in checkpoints, as the norms are.

@@ -1,8 +1,8 @@
 """The callback that saves where a fit ends before its time.
 
-Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put it in front of their ``Callback``.
+Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors combine it with their own ``Callback``.
 
-[Note: what Lightning saves]
+[Note: why the state is saved before the epoch ends]
 A fit that a Timer, ``should_stop`` or ``max_steps`` ends within an epoch ends the epoch, too: a ModelCheckpoint that
 saves at an epoch's end saves one whose epoch is over, and a run that goes on from it leaves out the epoch's rest. One
 that saves every so many steps has the last of these. So the state is saved here when the batch has ended, before
@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Base
-else:
-    _Base = object
 
 
-class StopSaver(_Base):
+class StopSaver:
     """Saves a checkpoint of exactly the step at which a fit ends before its time, from which it goes on.
 
     Those are: ``Timer`` and ``Trainer(max_time=...)``, ``trainer.should_stop`` (``EarlyStopping`` sets it too),
@@ -55,8 +52,8 @@ class StopSaver(_Base):
         self._waits_for_step = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Last, so that whoever wants to stop has said so when a batch has ended. Lightning's Checkpoint would be last,
-        # and a Trainer with one makes no ModelCheckpoint. A new list, since Lightning is walking over the present one.
+        # Last, so that other callbacks have stopped the fit when a batch has ended. Lightning's Checkpoint would be
+        # last, and a Trainer with one makes no ModelCheckpoint. A new list, since Lightning iterates over this one.
         trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]  # type: ignore[attr-defined]
 
     def on_train_batch_start(
@@ -77,7 +74,7 @@ class StopSaver(_Base):
             self._save(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Saves for who stops a fit from a validation within an epoch; the epoch's last has a later hook, too."""
+        """Saves if a validation within an epoch stops the fit; the epoch's last validation has a later hook, too."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and _stops(trainer):
             if self._is_within_window(trainer, pl_module):
                 self._waits_for_step, trainer.should_stop = True, False
@@ -105,6 +102,6 @@ class StopSaver(_Base):
 
 
 def _stops(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer has been told to stop, and does, now that no minimum keeps it going."""
+    """Whether the Trainer should stop, and does, since no minimum of epochs or steps is left."""
     min_epochs, min_steps = trainer.min_epochs or 0, trainer.min_steps or 0
     return trainer.should_stop and trainer.current_epoch >= min_epochs and trainer.global_step >= min_steps

@@ -1,8 +1,8 @@
 """The door to a Lightning Trainer: translates its calls into the engine's, and computes nothing.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code in two packages whose classes do not know each
-other. What is here imports neither: :mod:`megastrategy.lightning` and :mod:`megastrategy.pytorch_lightning` put it in
-front of their package's ``DDPStrategy``.
+other. This module imports neither: :mod:`megastrategy.lightning` and :mod:`megastrategy.pytorch_lightning` put the
+class before their package's ``DDPStrategy``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -24,31 +23,20 @@ from torch.nn import Module
 
 from .._checkpoints.directories import (
     DirectorySaver,
-    OptimizerInDirectory,
     StateDictType,
     check_state_dict_type,
     existing_directory,
-    load_optimizers,
     load_trainer_directory,
     place_of_directory,
     refuse_storage_options,
     remove_directory,
-    written_by,
 )
-from .._checkpoints.files import own_memory, trainable_weights
-from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
+from .._checkpoints.validation import check_module_state
 from .._faults.interfaces import add_way_out
-from .._faults.process_collectives import (
-    begin_setup,
-    count_exception,
-    engine_collectives,
-    exception_name,
-    known_findings,
-)
-from .._faults.recovery import PATIENCE, StoreExchange, join_setup, report_failure
+from .._faults.process_collectives import begin_setup, count_exception, exception_name, known_findings
+from .._faults.recovery import PATIENCE, join_setup, report_failure
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
-    CheckpointError,
     Directory,
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -58,21 +46,28 @@ from ..core import (
     adapt_scaler,
     announce_tokens,
     combine_listeners,
-    config_from_arguments,
-    describe_translation,
     to_host,
     weigh_announced,
 )
-from .checked_collectives import CollectivesTogether
-from .checkpoint_io import WholeFilesByDefault
+from .checked_collectives import CheckedCollectives
 from .grad_norms import named_grad_norms
-from .meshes import ModelSizes, all_not_tensors, is_first_replica
-from .precision import EnginePrecision, lend, take_back
-from .ray_workers import PointsToRayStrategy
-from .resumable_data import ResumesData
-from .schedulers import SchedulersHoldUsersOptimizers
+from .launchers import refuse_notebook, refuse_ray_worker
+from .meshes import (
+    ModelMesh,
+    allocate,
+    check_pipeline_loop,
+    empty_init_context,
+    is_on_meta,
+    leave_in_place,
+    loss_parallel_backward,
+)
+from .precision import EnginePrecision, add_engine_clipping, remove_engine_clipping
+from .resumable_data import DataPlace
+from .schedulers import with_users_optimizers
 from .signals import SignalAgreement
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, read_options
+from .trainer_checkpoints import add_main_params, check_directory_io, load_optimizer_states, take_tensors, unmapped
+from .weight_averages import FullAverages
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -82,7 +77,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
     from torch.distributed.device_mesh import DeviceMesh
 else:
-    _Base = object
+    _Base = object  # each of two packages puts its own there
 
 T = TypeVar("T")
 _log = logging.getLogger("megastrategy")
@@ -91,16 +86,8 @@ _SAVE_ON_ALL_RANKS = (
     "Call trainer.save_checkpoint(...) on every rank, not under `if trainer.is_global_zero:`: rank 0 writes"
 )
 
-MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""Key in a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
-LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on from the 16-bit weights"
-"""Key beside the callbacks' states. Lightning warns of those that nobody takes, so "ddp" says what it loses."""
-
-
-class TrainerStrategy(
-    PointsToRayStrategy, WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, ResumesData, _Base
-):
+class TrainerStrategy(_Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -124,14 +111,14 @@ class TrainerStrategy(
     patience: timedelta = PATIENCE
     """The longest that a rank which saves after an exception waits for the others to come and save, too."""
 
-    # what the package calls these; set by the class that is made from this one
+    # the package's own classes; each address sets them
     _lightning_optimizer: ClassVar[type[LightningOptimizer]]
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
     _sigterm_exception: ClassVar[type[BaseException]]
-    _set_model_sizes: Callable[[ModelSizes], None]
-    _device_mesh: DeviceMesh | None = None
+    _misconfiguration: ClassVar[type[Exception]]
+    _is_interactive: ClassVar[bool]
 
     def __init__(
         self,
@@ -151,10 +138,9 @@ class TrainerStrategy(
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
-        self._set_model_sizes(ModelSizes(tensor_parallel_size, pipeline_parallel_size, stage_order))
-        self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
-        if translation := describe_translation(options):
-            rank_zero_info(translation)
+        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
+        self._mesh = ModelMesh(tensor_parallel_size, pipeline_parallel_size, stage_order)
+        self.config: DistributedDataParallelConfig = read_options(self, options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -167,26 +153,65 @@ class TrainerStrategy(
         )
         self._engine: Engine | None = None  # of the last fit; closed after it
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
-        self._scalers_class: type[torch.amp.GradScaler] | None = None  # what the plugin's was before the fit
-        self._meeting: StoreExchange | None = None
+        self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
+        self._checked = CheckedCollectives(self)
         self._signal_agreement: SignalAgreement | None = None
+        self._full_averages: FullAverages | None = None
+        self._data_place = DataPlace()
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        refuse_ray_worker(self, self._misconfiguration)  # before ranks and devices are asked for
+        super()._configure_launcher()
+        if self._is_interactive:
+            refuse_notebook(self, "Trainer", self._start_method, self._misconfiguration)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without the first or the last where
+        its size is 1; None where every rank has the full model, and before the processes exist."""
+        return self._mesh.mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """By data-parallel rank: all ranks that share a model get the same batches."""
+        kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
+        return kwargs
+
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        dataloader, trainer = super().process_dataloader(dataloader), self.lightning_module.trainer
+        return self._data_place.restore(dataloader, trainer, self.distributed_sampler_kwargs)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # trainer.init_module(empty_init=True) enters it
+        on_meta = self.tensor_parallel_size > 1 and empty_init
+        own = self.precision_plugin.tensor_init_context
+        with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
+            yield
+
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
-        self.await_others("setup")
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._mesh.mesh is not None:
+            check_pipeline_loop(self._mesh, trainer, self.precision_plugin.precision)
+            self._full_averages = FullAverages(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+        self._checked.check("setup")
         wrapped = DistributedDataParallel(
             model,
             self.config,
-            collectives=engine_collectives(self.root_device, agreed=True),
+            **self._mesh.engine_ranks(self.root_device, agreed=True),
             listener=combine_listeners(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
-        self._engine = wrapped.engine
-        self._engine.known_findings = known_findings()
+        self._engine = self._checked.engine = wrapped.engine
+        if self._mesh.mesh is None:
+            self._engine.known_findings = known_findings()
         return wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
@@ -203,13 +228,30 @@ class TrainerStrategy(
         """Communication hooks belong to torch DDP; they were refused at construction."""
 
     def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        self._signal_agreement = SignalAgreement(trainer, self._meeting_place, self._sigterm_exception)
+        # configure_model has cut the modules that were made on meta, so that only the parts need memory
+        if self._mesh.mesh is not None and self.model is not None and is_on_meta(self.model):
+            allocate(self.model, self.root_device)
+        if self._mesh.mesh is None or trainer.state.fn == "fit":
+            super().setup(trainer)
+            self._signal_agreement = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception)
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._mesh.set_up_evaluation(self)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         if isinstance(self.model, DistributedDataParallel):
             self.model.engine.announce(rank_zero_info)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """Lightning's list itself, to which callbacks append; no hook reports a new one, so each access looks."""
+        return with_users_optimizers(self._lr_scheduler_configs)
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._lr_scheduler_configs = configs
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -224,8 +266,8 @@ class TrainerStrategy(
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
             # of a fit before: the user's optimizer inside is one of torch's again
             raw = [opt.optimizer if isinstance(opt, DistributedOptimizer) and opt.is_closed else opt for opt in raw]
-            as_they_are, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
-            optimizers = [opt if isinstance(opt, as_they_are) else make(opt, model) for opt in raw]
+            unchanged, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
+            optimizers = [opt if isinstance(opt, unchanged) else make(opt, model) for opt in raw]
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:
@@ -234,32 +276,43 @@ class TrainerStrategy(
         # evaluation wraps no model, and has no gradients to clip or to scale
         if not isinstance(self.model, DistributedDataParallel):
             return
-        lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, a stand-in under reduce-scatter
+        # the plugin's own clipping reads `.grad`, a placeholder under reduce-scatter
+        add_engine_clipping(plugin, self._engine_precision)
         scaler, whose = getattr(plugin, "scaler", None), f"the GradScaler of {type(plugin).__name__}"
         self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
+        self._data_place.forget()
+        if self._full_averages is not None:
+            self._full_averages.close()
+            self._full_averages = None
         plugin = self.precision_plugin
         # a plugin may be shared with the next Trainer, under "ddp" perhaps
-        take_back(plugin, self._engine_precision)
+        remove_engine_clipping(plugin, self._engine_precision)
         if self._signal_agreement is not None:
             self._signal_agreement.remove()
             self._signal_agreement = None
-        self._meeting = None
+        self._checked.store_gather = None
         self._listeners = []
         if self._scalers_class is not None:
             plugin.scaler.__class__, self._scalers_class = self._scalers_class, None  # type: ignore[attr-defined]
         if isinstance(self.model, DistributedDataParallel):
             self.model.close(give_back="used")  # a Trainer's own need no state on every rank
             self.model = self.lightning_module
-        super().teardown()
+        with leave_in_place(self):
+            super().teardown()
         try:
             # raises if the save in the background failed, so it comes when the module is the user's again
             self._directory_saver.close()
         finally:
-            self.end_together()
+            self._checked.stop()
 
     # --- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._data_place.correct_progress(self.lightning_module.trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Shows the loss to the engine; in manual optimization no forward of the wrapper has prepared its backward."""
@@ -273,8 +326,8 @@ class TrainerStrategy(
         weigh_announced(closure_loss, [wrapped])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Leaves module buffers each rank's own in manual optimization, as "ddp" does: it broadcasts them before the
-        first forward alone."""
+        """Keeps module buffers of ranks apart in manual optimization, as "ddp" does: it broadcasts them before the
+        first forward only."""
         module, wrapped = self.lightning_module, self.model
         if module is None or module.automatic_optimization or not isinstance(wrapped, DistributedDataParallel):
             return super().training_step(*args, **kwargs)
@@ -282,6 +335,11 @@ class TrainerStrategy(
             outputs = super().training_step(*args, **kwargs)
         wrapped.leave_buffers_apart()
         return outputs
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with loss_parallel_backward(self._mesh, self.lightning_module, closure_loss):
+            loss: Tensor = super().backward(closure_loss, *args, **kwargs)
+        return loss
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
@@ -296,27 +354,70 @@ class TrainerStrategy(
             announce_tokens(num_tokens, [self.model])
 
     def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """As :meth:`loss_tokens`, where the loss is there already, such as in the loss function of a pipeline."""
+        """As :meth:`loss_tokens`, for a loss that exists already, such as in the loss function of a pipeline."""
         return self.model.weigh_by_tokens(loss, num_tokens) if isinstance(self.model, DistributedDataParallel) else loss
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
-        """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in. Collective."""
+        """Returns a parameter's full reduced gradient, for which ``.grad`` is a placeholder. Collective."""
         if not isinstance(self.model, DistributedDataParallel):
-            raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
+            raise RuntimeError("full_grad() works during a fit, between a backward and the next zero_grad")
         return self.model.full_grad(param)
 
     def grad_norm(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
-        """Returns what ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` would under "ddp", in every mode.
+        """Returns the norms of ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` under "ddp", in every mode.
 
         For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
         reduce-scatter.
         """
         return named_grad_norms(self.model, float(norm_type))
 
+    # --- collectives, by the names under which Lightning calls them --------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._checked.gather_if_interrupted(None) is None:
+            self._checked.check("barrier")
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if (values := self._checked.gather_if_interrupted(obj)) is not None:
+            found: T = values[src] if len(values) > 1 else obj
+            return found
+        self._checked.check("broadcast")
+        return super().broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if (decisions := self._checked.gather_if_interrupted(decision)) is not None:
+            return bool(min(decisions) if all else max(decisions))
+        # Over all ranks, where a sum of logged values may be over those with other samples.
+        vote, every = torch.tensor(int(decision), device=self.root_device), torch.distributed.group.WORLD
+        votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
+        return votes == self.world_size if all else votes > 0
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduces over the data-parallel ranks where no group is given: ranks that share a model have the same samples,
+        which a logged sum must count once.
+
+        Returns this rank's own value after an exception. ModelCheckpoint asks for all metrics then, and the ranks may
+        have different ones left to reduce.
+        """
+        if self._checked.is_interrupted:
+            return tensor
+        self._checked.check_on_host("reduce", tensor, group)
+        return super().reduce(tensor, self._mesh.data_group if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns ``(1, *shape)`` after an exception if the others do not come, as on one rank."""
+        if self._checked.after_exception() is not None:
+            values = self._checked.gather_if_interrupted(tensor.detach().cpu()) or []
+            return torch.stack(values).to(tensor.device)
+        self._checked.check_on_host("all_gather", tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
+
     # --- after an exception ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Waits, after an exception, until all ranks have left what it ended: the next collective must meet its own.
+        """Waits, after an exception, until all ranks have left the run that it ended, so that no collective of that run
+        is matched with the next one.
 
         Raises:
             RuntimeError: if not all have, in bounded time. The processes must be started anew.
@@ -327,51 +428,31 @@ class TrainerStrategy(
             add_way_out(error)
             raise
         join_setup(*begin_setup(), self.patience)
-        self.begin_together()
+        self._checked.start()
+        self._mesh.make(self.world_size, self.root_device)
+        if self._mesh.mesh is not None:
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = self._mesh.mesh  # which configure_model reads as self.device_mesh
 
     def on_exception(self, exception: BaseException) -> None:
-        """Says which rank failed first, and why; the next fit gets a group of its own."""
+        """Reports which rank failed first, and why; the next fit gets a new group."""
         if first := report_failure(exception_name(), exception, leaves=True):
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
-        self.give_up_together()
+        self._checked.give_up()
         count_exception()
 
-    def _meet_if_interrupted(self) -> StoreExchange | None:
-        """Returns the meeting of all ranks after an exception; None where there is none, or nobody has to be met.
-
-        Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks.
-        """
-        if not self._is_interrupted() or self._engine is None or self._engine.collectives.size == 1:
-            return None
-        # one for an exception: several callbacks may save, and the ranks count their exchanges
-        if self._meeting is None:
-            if (exception := sys.exception()) is not None:
-                report_failure(exception_name(), exception)  # before the others' failures that follow from it
-            # the groups may hold a collective that was cut off, which would be matched with the first of the save
-            self.give_up_together()
-            steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-            # whole optimizers are rank 0's to save, at whichever step the others stopped
-            sharded = self._engine.layout.num_shards > 1
-            state = f"steps begun and done: {steps}" if sharded else ""
-            self._meeting = StoreExchange(exception_name(), state, self.patience)
-            # all ranks may have stopped in the same step, when some buckets' weights were from before it
-            if sharded and any(begun != done for begun, done in steps):
-                self._meeting.problem = self._meeting.problem or "a step was under way"
-            # ``agreed``: all ranks of the meeting have just given the old group up, and none need be asked
-            if not self._meeting.problem:
-                self._engine.save_over(engine_collectives(self.root_device, agreed=True))
-        return self._meeting
-
-    def _may_save(self) -> bool:
-        """Whether the shards of all ranks can be had, and belong together."""
-        meeting = self._meet_if_interrupted()
-        if meeting is None or not meeting.problem:
-            return True
-        assert self._engine is not None, "ranks meet about a model that was set up"
-        return self._engine.layout.num_shards == 1
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the weights that one process would have; for a sharded checkpoint this rank's parts. Collective."""
+        if self._mesh.mesh is not None and self._checked.why_not_saved():
+            return {}
+        if self._mesh.mesh is None or self.state_dict_type == "sharded":
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        assert self.lightning_module is not None
+        return self._mesh.full_weights(self.lightning_module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gathers torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective.
@@ -382,13 +463,14 @@ class TrainerStrategy(
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer._optimizer
         # :meth:`save_checkpoint` finds the same, and writes nothing
-        if not self._may_save():
+        if self._checked.why_not_saved():
             return {}
         if isinstance(optimizer, DistributedOptimizer):
             optimizer.require_all_ranks("saving a checkpoint", _SAVE_ON_ALL_RANKS)  # which ends in a barrier
             if self.state_dict_type == "sharded":
                 return optimizer.sharded_state_dict()
-        return optimizer.state_dict()
+        state = optimizer.state_dict()
+        return state if self._mesh.mesh is None or self.is_global_zero or self.state_dict_type == "sharded" else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores.
@@ -396,30 +478,22 @@ class TrainerStrategy(
         After an exception on some rank the shards of the others may be out of reach. Then nothing is written, rather
         than half a state, and the reason is logged on every rank.
         """
-        if (meeting := self._meet_if_interrupted()) is not None:
-            meeting.exchange(None, self.patience)  # a hook that fails on some rank keeps it from coming here
-        if not self._may_save():
-            assert self._meeting is not None
+        if reason := self._checked.why_not_saved(waits=True):
             _log.error(
-                "rank %d: %s was NOT saved after the exception, since the optimizer state is sharded over the ranks "
-                "and %s. The checkpoint before it is the last",
+                "rank %d: %s was NOT saved after the exception, since %s. The checkpoint before it is the last",
                 self.global_rank,
                 filepath,
-                self._meeting.problem,
+                reason,
             )
             return
-        self.add_place(checkpoint)
+        assert self.lightning_module is not None
+        self._data_place.save(checkpoint, self.lightning_module.trainer)
         if self.state_dict_type == "sharded":
             refuse_storage_options(storage_options)
             self._save_directory(checkpoint, filepath)
             return
         if "optimizer_states" in checkpoint:
-            main_params = [
-                opt.main_params() if isinstance(opt, DistributedOptimizer) else {} for opt in self.optimizers
-            ]
-            if any(main_params):
-                checkpoint[MAIN_PARAMS_KEY] = main_params
-                checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
+            add_main_params(checkpoint, self.optimizers)
         if self._engine is not None and self._engine.is_closed:
             self._engine.collectives.close()  # the fit is over, and gathering has woken them
         if isinstance(self._checkpoint_io, self._async_io) and self.root_device.type != "cpu":
@@ -428,20 +502,11 @@ class TrainerStrategy(
 
     def _save_directory(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
         in_background = isinstance(self._checkpoint_io, self._async_io)
-        if not (in_background or self._checkpoint_io is None or isinstance(self._checkpoint_io, self._default_io)):
-            raise ValueError(
-                f"state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin "
-                f"{type(self._checkpoint_io).__name__}: leave it out, or choose state_dict_type='full'"
-            )
+        check_directory_io(self._checkpoint_io, in_background)
         assert self.lightning_module is not None
-        weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
-        state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
-        checkpoint |= all_not_tensors({"model": weights}, self._device_mesh)
-        state["model"] = written_by(
-            weights, self.lightning_module, is_first_replica(self._device_mesh, self.global_rank)
-        )
+        state = take_tensors(checkpoint, self.lightning_module, self._mesh, self.global_rank)
         path, is_apart = self._directory_to_save(filepath)
-        # after the fit nobody would wait for it; and parts are taken away to be put together once this returns
+        # after the fit nothing waits for it; and Ray moves the parts to one place once this returns
         in_background &= self._engine is not None and not self._engine.is_closed and not is_apart
         self._directory_saver.save(state, checkpoint, path, in_background=in_background, is_apart=is_apart)
 
@@ -450,7 +515,7 @@ class TrainerStrategy(
         return place_of_directory(self.broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, not before what replaces it is complete."""
+        """Removes a checkpoint, once its replacement is complete."""
         self._directory_saver.then(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:
@@ -460,8 +525,8 @@ class TrainerStrategy(
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Leaves what this class loads itself in the mapped file. Callbacks and hooks get the rest, in memory of its
-        own, to keep.
+        """Leaves weights and states that this class loads in the mapped file. The rest, which callbacks and hooks may
+        keep, is copied to memory of its own.
 
         Raises:
             CheckpointError: if the file is not a Trainer's.
@@ -469,22 +534,18 @@ class TrainerStrategy(
         self._directory_saver.wait()
         if (path := existing_directory(checkpoint_path)) is not None:
             self._loaded_from = str(checkpoint_path)
-            return self.take_place(load_trainer_directory(path, self.lightning_module, weights_only))
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
-            raise CheckpointError(
-                f"{checkpoint_path} is no checkpoint of a Trainer: expected a dictionary with 'state_dict', got "
-                f"{describe_foreign(checkpoint)}. Bare weights are loaded by module.load_state_dict, before the fit"
-            )
+            return self._data_place.load(load_trainer_directory(path, self.lightning_module, weights_only))
+        checkpoint = unmapped(super().load_checkpoint(checkpoint_path, weights_only), checkpoint_path)
         self._loaded_from = str(checkpoint_path)
-        mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
-        checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
-        return self.take_place({k: v if k in mapped else own_memory(v) for k, v in checkpoint.items()})
+        return self._data_place.load(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
-        super().load_model_state_dict(checkpoint, strict)
+        if self._mesh.mesh is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._mesh.load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads all optimizers' states, or none.
@@ -492,39 +553,9 @@ class TrainerStrategy(
         Raises:
             CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
         """
-        assert self.lightning_module is not None
-        names = {param: name for name, param in self.lightning_module.named_parameters()}
-        states = checkpoint["optimizer_states"]
-        # a file without main params has fp32 weights, perhaps, which the cast to 16 bits rounded
-        weights = trainable_weights(self.lightning_module, checkpoint["state_dict"])
-        if any(isinstance(state, OptimizerInDirectory) for state in states):
-            load_optimizers(self.optimizers, states, weights)
-            return
-        # all before any: Lightning loads one by one, and would change the first where the second does not fit
-        cut = self._engine is not None and self._engine.layout.num_shards > 1
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
-            if isinstance(optimizer, DistributedOptimizer):
-                check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}")
-        with contextlib.ExitStack() as stack:
-            for optimizer in self.optimizers:
-                # Nothing is exchanged: the learning rate finder restores on a rank that has failed, and no other comes.
-                if isinstance(optimizer, DistributedOptimizer):
-                    stack.enter_context(optimizer.every_rank_has_state())
-            self._load_optimizers(checkpoint, states, weights, cut=cut)
-
-    def _load_optimizers(
-        self, checkpoint: Mapping[str, Any], states: Sequence[Any], weights: Mapping[str, Tensor], *, cut: bool
-    ) -> None:
-        if self._engine is not None and self._engine.layout.offloads_state:  # Lightning would move it to the device
-            for optimizer, state in zip(self.optimizers, states, strict=False):
-                optimizer.load_state_dict(state)
-        else:
-            # shards are copied out of the mapped file; a whole optimizer keeps its own, so that must be no part of it
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if cut else own_memory(states)})
-        saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(self.optimizers))
-        for optimizer, main_params in zip(self.optimizers, saved, strict=False):
-            if isinstance(optimizer, DistributedOptimizer):
-                optimizer.load_main_params(main_params)
+        module, load = self.lightning_module, super().load_optimizer_state_dict
+        assert module is not None
+        load_optimizer_states(checkpoint, module, self.optimizers, self._engine, self._loaded_from, load)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
     accelerator = Accelerator(megatron_ddp_plugin=MegatronDDPPlugin(bucket_size=1_000_000), mixed_precision="bf16")
 
 Nothing of accelerate is patched, and ``accelerator.distributed_type`` is what it is under torch DDP, since that is a
-closed list which accelerate asks for many reasons; ``accelerator.state.megatron_ddp_plugin`` tells the two apart.
+closed list which accelerate reads for many reasons; ``accelerator.state.megatron_ddp_plugin`` distinguishes the two.
 ``transformers.Trainer`` learns to save a sharded optimizer when the first of these Accelerators is made.
 """
 
@@ -15,7 +15,6 @@ import contextlib
 import inspect
 import os
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
-    DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
     TorchDynamoPlugin,
@@ -41,9 +39,19 @@ from torch.optim import Optimizer
 from .._checkpoints.directories import written_by
 from .._faults.process_collectives import checkpoint_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import Collectives, DistributedOptimizer, SingleRankCollectives, adapt_scaler
+from ..core import (
+    Collectives,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    SingleRankCollectives,
+    adapt_scaler,
+    announce_tokens,
+    dtensors_of,
+    weigh_by_tokens,
+)
 from . import checkpoint
-from .counts_tokens import CountsTokens
+from .ddp_arguments import translated_arguments
+from .loss_tokens import LossTokens
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
     PREPARED,
@@ -52,8 +60,8 @@ from .prepared_model import (
     clip_value_,
     trained_by,
 )
-from .resumable_data import ResumesData
-from .tensor_parallel import TensorParallel, check_parallelism
+from .resumable_data import ResumableLoaders
+from .tensor_parallel import check_parallelism, full_state, optimizer_instances, showing_only_ties, wrap
 from .transformers_trainer import wrap_trainer
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
@@ -61,16 +69,16 @@ __all__ = ["Accelerator", "MegatronDDPPlugin"]
 _log = get_logger(__name__)
 
 
-class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:
         megatron_ddp_plugin: the options; by default those of the first Accelerator of this process, or the defaults. It
-            may stand among ``kwargs_handlers`` instead. ``DistributedDataParallelKwargs`` there mean what they mean
+            may be among ``kwargs_handlers`` instead. ``DistributedDataParallelKwargs`` there mean what they mean
             for torch DDP, where the plugin does not say otherwise.
 
-    In one process nothing is sharded or reduced, and models are left alone, as accelerate leaves them; those with
-    16-bit weights are wrapped for their fp32 main params.
+    In one process nothing is sharded or reduced, and models are not wrapped, as under accelerate; those with 16-bit
+    weights are wrapped for their fp32 main params.
 
     Raises:
         ValueError: if another engine is asked for as well, by argument or environment.
@@ -78,8 +86,7 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
 
     __module__ = "megastrategy.accelerate"  # where it is public
 
-    # accelerate's
-    scaler: Any
+    # accelerate's, which has no types
     step: int
     _models: list[Any]
     _optimizers: list[Any]
@@ -110,10 +117,11 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
         self._whole_optimizers = WholeOptimizers(self._warn)
-        ddp_options = {}
-        if self.ddp_handler is not None:
-            ddp_options = {**self.ddp_handler.to_kwargs(), **self._translated_hook(self.ddp_handler)}
-        self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options, **self._instances())
+        log = _log.info if self.is_main_process else (lambda line: None)
+        ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
+        instances = optimizer_instances(self.parallelism_config)
+        self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_arguments, **instances)
+        self._loss_tokens, self._resumable_loaders = LossTokens(), ResumableLoaders()
         self._adapt_scaler()
 
     # --- prepare -----------------------------------------------------------------------------------------------------
@@ -151,15 +159,9 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         # cannot delete them.
         placed._is_accelerate_prepared = False  # type: ignore[assignment]
         vars(placed).pop("_is_accelerate_prepared", None)
-        prepared = self._wrap(placed)
-        # such an optimizer would find stand-ins for gradients, or step 16-bit weights without their main params
-        if not prepared.engine.steps_params_themselves and (early := self._whole_optimizers.of(prepared)) is not None:
-            prepared.close()
-            raise ValueError(
-                f"the {type(early).__name__} of this model was prepared before it, when nothing told that it has to "
-                "step shards, or fp32 main params of 16-bit weights: call accelerator.prepare(model, optimizer), or "
-                "prepare the model before the optimizer"
-            )
+        prepared = wrap(placed, self)
+        right_order = "call accelerator.prepare(model, optimizer), or prepare the model before the optimizer"
+        self._whole_optimizers.refuse_earlier(prepared, "prepared", right_order)
         return self._finish_model(PREPARED.add(model, prepared))
 
     def _finish_model(self, model: PreparedModel) -> Any:
@@ -172,8 +174,8 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
 
     @contextlib.contextmanager
     def _compiling_regions_only(self, model: Module) -> Iterator[None]:
-        """Keeps accelerate from compiling a whole model, which is compiled in its wrapper. Regions are compiled inside,
-        as they are copies of modules."""
+        """Keeps accelerate from compiling a full model, which is compiled in its wrapper. Regions are compiled inside,
+        since they are copies of modules."""
         plugin = self.state.dynamo_plugin
         if not (plugin.use_regional_compilation and has_repeated_blocks(model)):
             self.state.dynamo_plugin = TorchDynamoPlugin(backend=DynamoBackend.NO)
@@ -183,40 +185,62 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
             self.state.dynamo_plugin = plugin
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Unwraps as accelerate's does, and looks for compiled regions inside of the wrapper, too."""
+        """Unwraps as accelerate's does, and compiled regions inside of the wrapper, too."""
         inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile else inner.__dict__.get("_orig_mod", inner)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it.
 
-        One that has no parameter of a prepared model is left as it is, as under torch DDP.
+        One that has no parameter of a prepared model is not sharded, as under torch DDP.
 
         Raises:
             ValueError: if there is more than one such model.
             OptimizerNotShardableError: if its update of a parameter depends on other parameters.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer._is_accelerate_prepared = True  # which prepare() alone sets
+            optimizer._is_accelerate_prepared = True  # which only prepare() sets
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
         models = PREPARED.owners(optimizer, "prepare")
         if not models:
-            whole = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
-            return super().prepare_optimizer(whole, device_placement)
+            optimizer = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
+            return super().prepare_optimizer(optimizer, device_placement)
         if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
-        # not placed: its state is where the engine put it, and a round trip of the state would be a collective
-        return super().prepare_optimizer(self._shard(optimizer, models[0]), device_placement=False)
+        # not placed: the engine has placed its state, and a round trip of the state would be a collective
+        sharded = PREPARED.shard(optimizer, models[0], _log.info)
+        return super().prepare_optimizer(sharded, device_placement=False)
 
-    def _shard(self, optimizer: Optimizer, model: PreparedModel) -> DistributedOptimizer:
-        known: _Prepared | None = optimizer.__dict__.get("_megatron_ddp")
-        if known is not None and known.model() is model and (prepared := known.optimizer()) is not None:
-            return prepared
-        distributed = DistributedOptimizer(optimizer, model)
-        optimizer._megatron_ddp = _Prepared(distributed, model)  # type: ignore[attr-defined]
-        model.engine.announce(_log.info)
-        return distributed
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as accelerate's does, and counts the loop's batches for a sampler that can resume.
+
+        Raises:
+            ValueError: if only the main process reads batches, or torchdata's loader counts them as well.
+        """
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        self._resumable_loaders.add(prepared, data_loader, pads=self.num_processes > 1 and self.even_batches)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Skips as accelerate's does; returns a loader that a checkpoint has put behind these batches unchanged.
+
+        Raises:
+            ValueError: if the loader's sampler can resume, and has not.
+        """
+        if self._resumable_loaders.skips_itself(dataloader, num_batches):
+            return dataloader
+        return super().skip_first_batches(dataloader, num_batches)
+
+    @property
+    def multi_device(self) -> bool:
+        """As accelerate's; with a ``parallelism_config`` also on CPUs, for which accelerate makes no mesh."""
+        on_cpus = str(self.distributed_type.value) == "MULTI_CPU" and self.parallelism_config is not None
+        return on_cpus or bool(super().multi_device)
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        # accelerate's finds the parameters of optimizers by address, and empties them; here they are in place
+        return args
 
     def end_training(self) -> None:
         """Ends as accelerate's does. Prepared models are closed before, while their ranks are connected: user code that
@@ -228,42 +252,10 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares as accelerate's does, and finds the optimizer that the scheduler was built on inside of ours."""
         prepared = super().prepare_scheduler(scheduler)
-        known = _sharded(getattr(scheduler, "optimizer", None))
+        known = PREPARED.sharded(getattr(scheduler, "optimizer", None))
         if isinstance(prepared, AcceleratedScheduler) and known is not None:
             prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
         return prepared
-
-    def _translated_hook(self, handler: Any) -> dict[str, str]:
-        """The option for a hook that sends gradients in 16 bits, with a line that says so.
-
-        Raises:
-            ValueError: for another hook, or if gradients are all-reduced.
-        """
-        # accelerate asks for the wrapper only where there is a hook
-        if (hook := handler.comm_hook) == DDPCommunicationHookType.NO:
-            return {}
-        sent = handler.comm_wrapper if handler.comm_wrapper != DDPCommunicationHookType.NO else hook
-        if {hook, sent} - {DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16}:
-            raise ValueError(
-                f"DistributedDataParallelKwargs(comm_hook={hook}): this engine reduces the buckets, and knows FP16 and "
-                "BF16. Use one of these (and param_wire_dtype='bf16' of MegatronDDPPlugin, which halves the bytes "
-                "of new weights), or accelerate's own Accelerator"
-            )
-        if not self.megatron_ddp_plugin.use_distributed_optimizer:
-            raise ValueError(
-                f"DistributedDataParallelKwargs(comm_hook={hook}) contradicts use_distributed_optimizer=False: an "
-                "all-reduce sends gradients as they are. Drop one of the two"
-            )
-        chosen = self.megatron_ddp_plugin.grad_wire_dtype
-        line = (
-            f"accelerate's comm_hook={hook} became grad_wire_dtype={sent.value!r}: gradients are sent in 16 bits, and "
-            "summed in 32 by the rank that steps with them"
-            if chosen in (None, sent.value)
-            else f"grad_wire_dtype={chosen!r} goes before accelerate's comm_hook={hook}"
-        )
-        if self.is_main_process:
-            _log.info(f"megatron_ddp: {line}")
-        return {"grad_wire_dtype": str(sent.value)}
 
     def _warn(self, text: str) -> None:
         if self.is_main_process:
@@ -274,6 +266,28 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         adapt_scaler(self.scaler, self.megatron_ddp_config, "fp16's GradScaler", "use mixed_precision='bf16'")
 
     # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+        """Counts, inside ``accumulate``, the tokens over which the loss of the next ``backward`` is a mean; see
+        :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`."""
+        announce_tokens(num_tokens, self._token_models())
+
+    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
+        """As :meth:`loss_tokens`, for a backward that is not the Accelerator's."""
+        return weigh_by_tokens(loss, num_tokens, self._token_models())
+
+    def _token_models(self) -> list[DistributedDataParallel]:
+        return self._loss_tokens.models(self._models, not self.use_distributed, self.sync_gradients)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Runs as accelerate's does, with the gradients of a loss that is weighed."""
+        self._loss_tokens.before_backward(loss, self._models)
+        super().backward(loss, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forgets all models as accelerate's does."""
+        self._loss_tokens.close()
+        return super().free_memory(*objects)
 
     @staticmethod
     @contextlib.contextmanager
@@ -295,7 +309,7 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         """Unscales as accelerate's does; the optimizer may be the user's own."""
         if optimizer is not None:
             given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-            optimizer = [_sharded(item) or item for item in given]
+            optimizer = [PREPARED.sharded(item) or item for item in given]
         super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -321,9 +335,9 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
 
     def _clip(self, parameters: Any, ours: Callable[[Any, Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        # whole gradients are in ``.grad``, where accelerate's clipping is right
+        # all-reduced gradients are in ``.grad``, where accelerate's clipping is right
         parts = trained_by([model for model in PREPARED.open() if model.is_sharded], params)
-        # within a window of accumulation each rank clips what it has so far, as under torch DDP
+        # within a window of accumulation each rank clips its own gradients, as under torch DDP
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)
         own = {id(param) for _, group in parts for param in group}
@@ -345,7 +359,7 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
                 yield
             return
         wanted = self.even_batches if even_batches is None else even_batches
-        # accelerate's would enter torch's Join, which needs torch's reducer: what it does to data loaders is done here
+        # accelerate's would enter torch's Join, which needs torch's reducer: only its change to loaders is made here
         samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
         changed = [item for item in samplers if getattr(item, "even_batches", wanted) is not wanted]
         with contextlib.ExitStack() as uneven:
@@ -375,25 +389,45 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         is_sharded = any(item is not None and item.is_sharded for item in optimizers)
         configuration = self.project_configuration
         if not (is_sharded or in_directory or configuration.automatic_checkpoint_naming):
-            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+            location = self._save_theirs(output_dir, safe_serialization, **kwargs)
             for_node = configuration.save_on_each_node and self.is_local_main_process
             checkpoint.save_main_params(location, optimizers, for_node or self.is_main_process)
             return location
         with checkpoint.on_all_ranks(self._collectives()):
             if in_directory:
                 return self._save_sharded(output_dir, safe_serialization, **kwargs)
-            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+            location = self._save_theirs(output_dir, safe_serialization, **kwargs)
             checkpoint.save_main_params(location, optimizers, self.is_main_process)
             if configuration.save_on_each_node and self.use_distributed:
                 checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
             self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
         return location
 
+    def _save_theirs(self, *args: Any, **kwargs: Any) -> Path:
+        """Saves accelerate's own files, and the places of samplers beside them."""
+        location = Path(super().save_state(*args, **kwargs))
+        on_each_node = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if on_each_node else self.is_main_process:
+            self._resumable_loaders.save(location)
+        return location
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Returns as accelerate's does; of a tensor-parallel model full weights, on the host, where they are saved: on
+        the main process, and with ``save_on_each_node`` on every node's. Collective then.
+
+        Other processes get an empty dictionary.
+        """
+        inner = self.unwrap_model(model)
+        if not dtensors_of(inner):
+            return super().get_state_dict(model, unwrap)
+        on_each_node = self.project_configuration.save_on_each_node
+        return full_state(inner, keeps=self.is_main_process or (on_each_node and self.is_local_main_process))
+
     def _collectives(self) -> Collectives | None:
         """Returns the collectives of the prepared models; None in one process, or where nothing is prepared."""
         if not self.use_distributed:
             return None
-        return next((model.engine.collectives for model in PREPARED.of(self._models)), None)
+        return next((model.engine.collectives for model in PREPARED.wrappers_of(self._models)), None)
 
     def wait_for_everyone(self) -> None:
         """Waits as accelerate's does."""
@@ -420,9 +454,9 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         states: list[dict[str, Any]] = [model.state_dict() for model in models]
         weights = list(states)
         with self._set_aside(hooks):
-            location = Path(super().save_state(*args, **kwargs))
+            location = self._save_theirs(*args, **kwargs)
         for hook in hooks.values():
-            hook(models, weights, str(location))  # which may take out what it saves itself
+            hook(models, weights, str(location))  # which may remove weights that it saves itself
         own = {
             id(state): written_by(state, model, self.is_main_process)
             for state, model in zip(states, models, strict=True)
@@ -436,10 +470,10 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Loads what this class or torch DDP saved on any number of ranks. All ranks call it."""
+        """Loads a checkpoint that this class or torch DDP saved on any number of ranks. All ranks call it."""
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._latest_checkpoint()
         optimizers = [_sharded_inside(item) for item in self._optimizers]
-        kwargs.setdefault("map_location", "cpu")  # whole, where there is room; each rank keeps its part
+        kwargs.setdefault("map_location", "cpu")  # the host has room for the full state; each rank keeps its part
         if folder is not None and checkpoint.is_sharded(folder):
             models = list(self._models)
             # a hook may take a model out of the list, which it loads itself
@@ -451,9 +485,12 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
             with self._set_aside(self._load_model_state_pre_hook):
                 super().load_state(str(folder), load_kwargs, **kwargs)
         else:
-            super().load_state(input_dir if folder is None else str(folder), load_kwargs, **kwargs)
+            with showing_only_ties([model for model in self._models if dtensors_of(model)]):
+                super().load_state(input_dir if folder is None else str(folder), load_kwargs, **kwargs)
             if folder is not None:
                 checkpoint.load_main_params(folder, optimizers)
+        if folder is not None:
+            self._resumable_loaders.load(folder)
         if self.use_distributed:
             # kept in each rank's file, and a rank that is new has none
             self.step = broadcast_object_list([self.step])[0]
@@ -495,27 +532,10 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
                 model.close()
 
     def _latest_checkpoint(self) -> Path | None:
-        """Finds what accelerate loads if it is not told; None where it has none, and says so itself."""
+        """Finds the checkpoint that accelerate loads by default; None where it has none, and reports so itself."""
         if not self.project_configuration.automatic_checkpoint_naming:
             return None
         return checkpoint.latest(Path(self.project_dir) / "checkpoints")
-
-
-class _Prepared:
-    """Marks an optimizer that was prepared, so that it is found when it comes again.
-
-    It is neither a container nor an object with attributes, which trial steps look into: they would find an optimizer
-    inside of the user's, and refuse it. A copy of the user's optimizer was not prepared. Its references are weak: the
-    user's optimizer may outlive both.
-    """
-
-    __slots__ = ("model", "optimizer")
-
-    def __init__(self, optimizer: DistributedOptimizer, model: PreparedModel) -> None:
-        self.optimizer, self.model = weakref.ref(optimizer), weakref.ref(model)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def _has_16_bit_weights(model: Module) -> bool:
@@ -524,12 +544,6 @@ def _has_16_bit_weights(model: Module) -> bool:
 
 def _uncompiled(model: Any) -> Any:
     return model._orig_mod if isinstance(model, Module) and is_compiled_module(model) else model
-
-
-def _sharded(optimizer: Any) -> DistributedOptimizer | None:
-    """Returns the sharded optimizer around one of the user's, or None."""
-    known: _Prepared | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp")
-    return known.optimizer() if known is not None else None
 
 
 def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:

@@ -1,4 +1,4 @@
-"""Writes and reads what ``Accelerator.save_state`` has beside accelerate's own files, and instead of some of them."""
+"""Writes and reads the files of ``Accelerator.save_state`` beside accelerate's own, and instead of some of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CALL_ON_ALL_RANKS = (
 )
 
 MAIN_PARAMS_FILE = "megatron_ddp_main_params.bin"
-"""Holds, by the optimizer's number, its fp32 main params by parameter name, whole."""
+"""Holds, by the optimizer's number, its full fp32 main params by parameter name."""
 
 DIRECTORY = "megatron_ddp"
 """Holds, with ``state_dict_type="sharded"``, weights and sharded optimizers for torch.distributed.checkpoint, under
@@ -43,7 +43,7 @@ DIRECTORY = "megatron_ddp"
 
 @contextlib.contextmanager
 def on_all_ranks(collectives: Collectives | None) -> Iterator[None]:
-    """Enters a save when all ranks have come to it; its errors say what to change in the script."""
+    """Enters a save when all ranks have come to it; its errors contain the change to make in the script."""
     try:
         if collectives is not None:
             collectives.require_all_ranks("accelerator.save_state()", _CALL_ON_ALL_RANKS)
@@ -87,7 +87,7 @@ def save_sharded(
     optimizers: Sequence[DistributedOptimizer],
     collectives: Collectives,
 ) -> None:
-    """Writes a directory: every rank its part of what all of them have, and what it alone has. Collective.
+    """Writes a directory: every rank its part of shared tensors, and the tensors that only it has. Collective.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write.
@@ -108,11 +108,11 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     directory = OpenDirectory(path)
     wanted = [_key("model", number) for number in range(len(models))]
     wanted += [_key("optimizer", number) for number in range(len(optimizers))]
-    # everything is looked at before the first model is changed
+    # everything is checked before the first model is changed
     missing = [key for key in wanted if key not in directory.keys]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory.keys)}")
-    # of a module what torch.load takes by default: tensors, numbers, text and their containers
+    # of a module the values that torch.load accepts by default: tensors, numbers, text and their containers
     apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
     keys = [_key("model", number) for number in range(len(models))]
     weights = [directory.read_weights(key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
@@ -121,12 +121,12 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     read = [item.read_sharded(directory, _key("optimizer", number)) for number, item in enumerate(optimizers)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)
-    for apply in read:  # after the weights, whose rounded values would else replace the main params that were read
+    for apply in read:  # after the weights, whose rounded values would otherwise replace the main params
         apply()
 
 
 def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:
-    """Gives every node rank 0's files of the sharded optimizers, since no other rank has their whole state. Collective.
+    """Gives every node rank 0's files of the sharded optimizers, since no other rank has their full state. Collective.
 
     ``writes`` says whether this rank saves for its node.
     """
@@ -134,7 +134,7 @@ def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None
     names = [f"{_key('optimizer', number)}.bin" for number, item in enumerate(optimizers) if item is not None]
     for name in [*names, MAIN_PARAMS_FILE]:
         path = folder / name
-        # all ranks take part for every name, since rank 0 alone knows which files it wrote
+        # all ranks take part for every name, since only rank 0 knows which files it wrote
         content = [path.read_bytes() if rank == 0 and path.is_file() else None]
         torch.distributed.broadcast_object_list(content, src=0)
         if writes and rank != 0 and content[0] is not None:

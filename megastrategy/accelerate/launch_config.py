@@ -24,11 +24,11 @@ _TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no
 
 
 class LaunchConfigError(ValueError):
-    """Says what cannot be launched, and why, in one line for who typed it."""
+    """Says in one line why a command cannot be launched."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Reads the whole file.
+    """Reads the file.
 
     Raises:
         LaunchConfigError: if it is not there, or is no YAML file with keys.
@@ -71,7 +71,7 @@ def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> Meg
     try:
         return MegatronDDPPlugin(**options).launched_with(path)
     except ValueError as error:
-        # the messages begin with the field, but for those on two fields at once
+        # the messages begin with the field, except those on two fields at once
         where = origins.get(str(error).partition("=")[0]) or "; ".join(dict.fromkeys(origins.values()))
         raise LaunchConfigError(f"{where}: {error}") from error
 
@@ -87,7 +87,7 @@ def _section(path: Path) -> dict[Any, Any]:
         hint = f"{near[0]!r} is near: " if near else ""
         raise LaunchConfigError(f"{path}: {hint}expected the key {SECTION}: with options under it")
     section = content[SECTION]
-    # the key alone: the launcher is wanted, with the defaults
+    # only the key: the launcher with the defaults
     if section is None:
         return {}
     if not isinstance(section, dict):
@@ -99,7 +99,7 @@ def _check_name(name: str, value: Any, where: str) -> None:
     if name in _KNOWN:
         return
     try:
-        config_from_arguments({name: value}, _KNOWN)  # knows what torch DDP has and we have not
+        config_from_arguments({name: value}, _KNOWN)  # knows arguments of torch DDP that this engine does not have
     except ValueError as error:
         raise LaunchConfigError(f"{where}: {error}") from error
     raise LaunchConfigError(f"{where}: {name} is torch DDP's: set it in DistributedDataParallelKwargs, or leave it out")
@@ -120,11 +120,11 @@ def _typed(name: str, value: Any) -> Any:
     if bool in kinds:
         return _TRUTHS.get(text, value)
     if int in kinds or float in kinds:
-        return _number(text, value, whole=float not in kinds)
+        return _number(text, value, is_integer=float not in kinds)
     return value
 
 
-def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | str:
+def _number(text: str, otherwise: str | float, *, is_integer: bool) -> int | float | str:
     try:
         # exact where a float would round, above 2**53
         return int(text)
@@ -135,6 +135,6 @@ def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | 
     except ValueError:
         return otherwise
     # 1e6 may stand for a number of elements, and 1.5 may not: the config refuses it by name
-    if not whole:
+    if not is_integer:
         return number
     return int(number) if math.isfinite(number) and number.is_integer() else otherwise

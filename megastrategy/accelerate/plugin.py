@@ -1,4 +1,4 @@
-"""The options of the door to Accelerate, and what they cannot be combined with."""
+"""The options of the door to Accelerate, and the engines that exclude them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MegatronDDPPlugin(ConfigFields):
     """Accepted as torch DDP's; gradients always live in the buckets."""
 
     state_dict_type: Literal["full", "sharded"] = "full"
-    """Chooses what ``save_state`` writes: the files of torch DDP, or weights and optimizers as a directory that every
+    """Chooses the output of ``save_state``: the files of torch DDP, or weights and optimizers as a directory that every
     rank writes its part of. Either is loaded."""
 
     _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
@@ -52,11 +52,11 @@ class MegatronDDPPlugin(ConfigFields):
 
     @property
     def all_reduce_option(self) -> str:
-        """Says how to ask for an all-reduce in the form in which these options came, for errors whose way out it is."""
+        """Returns the way to an all-reduce, in the form in which these options came, for errors that it solves."""
         return self._all_reduce_option
 
     def launched_with(self, file: Path | None) -> MegatronDDPPlugin:
-        """Marks these options as those of the launcher's file and environment, where they are changed. Returns them."""
+        """Marks these options as those of the launcher's file and environment. Returns them."""
         where = "in the file that --config names" if file is None else f"in {file}"
         text = (
             f"`use_distributed_optimizer: false` under megatron_ddp_config: {where}, or "

@@ -1,4 +1,4 @@
-"""Wraps the modules of ``Accelerator.prepare`` in the engine, so that whoever knows torch's DDP recognises them
+"""Wraps the modules of ``Accelerator.prepare`` in the engine, so that code for torch's DDP recognises them
 (:mod:`megastrategy.accelerate.torch_ddp_by_name` says how).
 
 Nothing is kept on the user's module: what was prepared is known by weak references.
@@ -30,7 +30,7 @@ from .torch_ddp_by_name import TorchDDPByName
 class PreparedModel(DistributedDataParallel, TorchDDPByName):
     """The engine around a prepared module; see torch_ddp_by_name's [Note: an instance of torch's DDP].
 
-    Attributes that it has not are the module's, so that ``model.generate`` and the like work.
+    Attributes that it lacks are the module's, so that ``model.generate`` and the like work.
     """
 
     _has_uneven_batches = False
@@ -51,7 +51,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
     @property
     def config(self) -> Any:
         """The module's, as models of Transformers have one: scripts for FSDP2 and tensor parallelism, under which
-        accelerate wraps nothing, read it from what was prepared. ``ddp_config`` where the module has none."""
+        accelerate wraps nothing, read it from the prepared model. ``ddp_config`` where the module has none."""
         return self.module.config if hasattr(self.module, "config") else self.ddp_config
 
     def no_sync(self) -> Any:
@@ -108,7 +108,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether gradients are reduce-scattered, so that ``.grad`` is a stand-in when they are complete."""
+        """Whether gradients are reduce-scattered, so that ``.grad`` is a placeholder when they are complete."""
         return self.layout.num_shards > 1
 
     def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
@@ -121,7 +121,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         return [grad for grad in grads if grad is not None]
 
 
-# --- what is prepared in this process --------------------------------------------------------------------------------
+# --- prepared models of this process ---------------------------------------------------------------------------------
 
 PREPARED: PreparedModels[PreparedModel] = PreparedModels()
 """A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``, so this
@@ -167,7 +167,7 @@ def clip_norm_(
 
 
 def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> list[Tensor]:
-    """Lists this rank's parts of the gradients without those of which another tensor rank has, and counts, the same."""
+    """Lists this rank's parts of the gradients without replicas that another tensor rank counts."""
     return [
         grad
         for model, params in parts

@@ -30,17 +30,18 @@ def replace_accelerators(plugin: MegatronDDPPlugin | None = None) -> Iterator[No
     """Makes every ``accelerate.Accelerator(...)`` of this process ours while the block runs, however the name was
     imported; ``transformers.Trainer`` makes one, too. It also decorates a function.
 
-    Processes that are forked in the block inherit it; others do not. What was made stays ours after the block. Blocks
-    may follow each other, and lie in each other: the inner one's options hold in it. A block holds for all threads.
+    Processes that are forked in the block inherit it; others do not. Accelerators that were made stay ours after the
+    block. Blocks may follow each other, and be nested: the inner one's options hold in it. A block holds for all
+    threads.
 
     Args:
-        plugin: the options of all Accelerators that are given none, of those made by our name as well. By default the
+        plugin: the options of all Accelerators without options, those made by our name as well; by default, the
             defaults.
     """
     plugin = plugin or MegatronDDPPlugin()
     theirs, ours = accelerate.Accelerator, Accelerator
     their_init, our_init = theirs.__init__, ours.__init__
-    told: set[type] = set()
+    warned: set[type] = set()
     is_on = True
 
     @functools.wraps(their_init)
@@ -49,9 +50,9 @@ def replace_accelerators(plugin: MegatronDDPPlugin | None = None) -> Iterator[No
             self.__class__ = ours
             self.__init__(*args, **kwargs)
             return
-        if is_on and not isinstance(self, ours) and type(self) not in told:
-            told.add(type(self))
-            _say_it_is_not_replaced(type(self))
+        if is_on and not isinstance(self, ours) and type(self) not in warned:
+            warned.add(type(self))
+            _warn_of_subclass(type(self))
         their_init(self, *args, **kwargs)
 
     @functools.wraps(our_init)
@@ -68,15 +69,15 @@ def replace_accelerators(plugin: MegatronDDPPlugin | None = None) -> Iterator[No
         yield
     finally:
         is_on = False
-        # Somebody may have wrapped them in the meantime, another thread's block for one: then these stay below, and do
-        # nothing any more.
+        # They may have been wrapped in the meantime, by another thread's block for example: then these stay inside, and
+        # do nothing any more.
         if theirs.__init__ is init_as_ours:
             theirs.__init__ = their_init
         if ours.__init__ is init_with_options:
             ours.__init__ = our_init  # type: ignore[method-assign]
 
 
-def _say_it_is_not_replaced(cls: type) -> None:
+def _warn_of_subclass(cls: type) -> None:
     if os.environ.get("RANK", "0") == "0":
         _log.warning(
             "%s.%s is a subclass of accelerate.Accelerator and is not replaced: it trains with torch DDP. Derive it "

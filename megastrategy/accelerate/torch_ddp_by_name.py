@@ -6,19 +6,20 @@
 the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
 nothing short of patching those packages would change that.
 
-So the wrapper is an instance of torch's class, of which it has nothing but the name. Its ``__init__`` is not run, and
+So the wrapper is an instance of torch's class, and has nothing else of it. Its ``__init__`` is not run, and
 there is no reducer of torch's behind it. Therefore every function of torch's that the engine does not define itself is
 refused by name. Lightning's doors use the engine's own class, since there ``DDPStrategy`` would reach for that reducer.
 
 [Note: torch's attributes]
-Who has found an instance of torch's DDP also reads what torch's ``__init__`` sets (sentence-transformers' cached losses
-read four of them). Each has one of three answers, and a test looks for names of the installed torch that have none:
+Code that has found an instance of torch's DDP also reads attributes that torch's ``__init__`` sets
+(sentence-transformers' cached losses read four of them). Each has one of three answers, and a test looks for names of
+the installed torch that have none:
 
-- What has a meaning here is the engine's value. Setting it does what it does under torch, or is refused: a value that
-  nobody reads would be silently without effect.
-- What describes a feature that this engine has not is torch's value for "not used"; an attribute of the module's goes
+- An attribute with a meaning here has the engine's value. Setting it works as under torch, or is refused: a value that
+  is never read would be silently without effect.
+- An attribute of a feature that this engine lacks has torch's value for "not used"; an attribute of the module goes
   before it: ``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter.
-- What belongs to torch's reducer is an AttributeError that says so.
+- An attribute of torch's reducer is an AttributeError that says so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TorchDDP = torch.nn.parallel.DistributedDataParallel
 
 
 class TorchDDPByName(TorchDDP):
-    """Comes after the engine's class in the order of look-up, and hides what torch's class would do."""
+    """Comes after the engine's class in the order of look-up, and hides the methods of torch's class."""
 
     def __init__(self) -> None:
         Module.__init__(self)
@@ -71,7 +72,7 @@ _BEHIND_THE_MODULES = ("dim", "use_side_stream_for_tensor_copies")
 _ENGINES: dict[str, Callable[[Any], Any]] = {
     name: value for name, value in DDP_ATTRIBUTES.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)
 }
-"""Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
+"""Attributes with a meaning here, each with the engine's value. The module's own come after them, as under torch."""
 
 
 def _engines_value(name: str, value: Callable[[Any], Any]) -> property:
@@ -83,7 +84,7 @@ def _engines_value(name: str, value: Callable[[Any], Any]) -> property:
     def refuse(self: Any, given: Any) -> None:
         if not isinstance(given, bool | int | str | None) or given != value(self):
             raise AttributeError(
-                f"{name}={given!r}: a prepared model was laid out for {value(self)!r}, and nobody would ask again. "
+                f"{name}={given!r}: a prepared model was laid out for {value(self)!r}, and it is not read again. "
                 f"{way_out}"
             )
 

@@ -1,8 +1,7 @@
-"""Lets ``transformers.Trainer`` save a sharded optimizer, although it asks for the state on the rank that writes alone.
+"""Lets ``transformers.Trainer`` save a sharded optimizer, although it asks for the state only on the rank that writes.
 
-Nothing that all ranks call comes just before it, so the methods that save and load are wrapped, in a process that
-makes an Accelerator of ours. With any other optimizer they do what they did. Trainers of other libraries are
-subclasses.
+No call of all ranks comes just before that, so the methods that save and load are wrapped, in a process that makes an
+Accelerator of this package. With any other optimizer they are unchanged. Trainers of other libraries are subclasses.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from .._checkpoints.files import save_file
 from ..core import DistributedOptimizer, dtensors_of
 from .checkpoint import MAIN_PARAMS_FILE, load_main_params
-from .tensor_parallel import TensorParallel, take_whole_states, whole_state
+from .tensor_parallel import full_state, load_full_states
 
 
 def wrap_trainer() -> None:
-    """Wraps the methods that save and load. Does nothing where there is no Trainer, or where they are wrapped already.
+    """Wraps the methods that save and load, unless there is no Trainer, or they are wrapped already.
 
     Called when an Accelerator is made, which a Trainer does first.
     """
@@ -34,7 +33,7 @@ def wrap_trainer() -> None:
         if optimizer is None:
             save(self, output_dir)
             return
-        gathered = [optimizer.state_dict(), optimizer.main_params()]  # whole on rank 0
+        gathered = [optimizer.state_dict(), optimizer.main_params()]  # full on rank 0
         if self.args.save_on_each_node and self.args.world_size > 1:
             torch.distributed.broadcast_object_list(gathered, src=0)
         state, main_params = gathered
@@ -60,18 +59,18 @@ def _wrap_weights(trainer: Any) -> None:
     """Wraps the methods that save and load weights, for models that ``parallelize_module`` has cut."""
     save_weights, load_weights = trainer._save, trainer._load_from_checkpoint
 
-    def save_whole(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # on all ranks, of which one goes on, or one of each node; a model that Transformers has cut is gathered there
+    def save_full(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # on all ranks: one of them writes, or one of each node; Transformers gathers a model that it has cut itself
         if state_dict is None and _is_cut(self):
-            state_dict = whole_state(self.accelerator.unwrap_model(self.model), keeps=self.args.should_save)
+            state_dict = full_state(self.accelerator.unwrap_model(self.model), keeps=self.args.should_save)
         save_weights(self, output_dir, state_dict)
 
-    def load_whole(self: Any, checkpoint: str, model: Any = None) -> None:
+    def load_full(self: Any, checkpoint: str, model: Any = None) -> None:
         if _is_cut(self):  # the weights come before the model is prepared
-            take_whole_states(self.model)
+            load_full_states(self.model)
         load_weights(self, checkpoint, model)
 
-    trainer._save, trainer._load_from_checkpoint = save_whole, load_whole
+    trainer._save, trainer._load_from_checkpoint = save_full, load_full
 
 
 def _distributed(trainer: Any) -> DistributedOptimizer | None:
@@ -81,7 +80,7 @@ def _distributed(trainer: Any) -> DistributedOptimizer | None:
 
 
 def _is_cut(trainer: Any) -> bool:
-    """Whether torch's ``parallelize_module`` has cut the model of one of our Accelerators, and Transformers does not
-    know."""
-    is_ours = isinstance(trainer.accelerator, TensorParallel) and bool(dtensors_of(trainer.model))
+    """Whether torch's ``parallelize_module`` has cut the model of one of this package's Accelerators, and Transformers
+    has not."""
+    is_ours = hasattr(trainer.accelerator, "megatron_ddp_config") and bool(dtensors_of(trainer.model))
     return is_ours and not getattr(trainer, "is_distributed_loading_by_transformers", False)

@@ -83,6 +83,8 @@ LIVES_IN = {
     "lightning.pytorch.loops.evaluation_loop": "_evaluation_step",
     "lightning.pytorch.loops.prediction_loop": "_predict_step",
     "lightning.pytorch.core.module": "_device_mesh _trainer",
+    "lightning.pytorch.strategies.strategy": "_lightning_module",
+    "lightning.pytorch.strategies.ddp": "_start_method",
     "lightning.pytorch.callbacks.stochastic_weight_avg": "_average_model",
     "lightning.pytorch.core.optimizer": "_MockOptimizer _optimizer",
     "pytorch_lightning.core.optimizer": "_MockOptimizer",
@@ -102,7 +104,7 @@ NOT_YET = {"_bucket_config": "2.12", "_stage_meta": "2.12", "_require_manual_bac
 NOT_THEIRS = {
     *("_exit", "_current_frames", "_getframe"),
     *("_extra_state", "_saved_self"),
-    *("_megatron_ddp", "_notebook", "_norm_total"),
+    *("_notebook", "_norm_total"),
 }
 """Python's own; a key of torch's state_dicts and a saved tensor of a graph, both documented; names of ours."""
 

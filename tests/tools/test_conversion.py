@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from megastrategy._lightning.trainer_strategy import MAIN_PARAMS_KEY
+from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from megastrategy.tools import parts

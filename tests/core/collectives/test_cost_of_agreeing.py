@@ -47,7 +47,7 @@ class CountingStore:
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CountingStore, pytest.MonkeyPatch]]:
     """In the place of the store of torch.distributed, which there is none of here."""
     board = CountingStore()
-    monkeypatch.setattr(deadlocks, "_board", lambda name: board)
+    monkeypatch.setattr(deadlocks, "_notes_in_store", lambda name: board)
     return board, monkeypatch
 
 
@@ -66,21 +66,21 @@ def test_a_rank_reads_all_notes_in_three_requests(num_waiting: int, board: Any) 
     for time in (1, 2):  # the second in the place of the first
         for rank, waits in enumerate(waiting):
             as_rank(rank, patch)
-            waits._leave_note("1.0", note(time))
+            waits._write_note("1.0", note(time))
     as_rank(127, patch)
     store.num_requests = 0
     notes = DeadlockFinder._notes_of_others("1.0")
     assert notes == {rank: note(2) for rank in range(num_waiting)}
     assert store.num_requests == (3 if num_waiting else 1)
     own = DeadlockFinder(lambda: "1.0")
-    own._leave_note("1.0", note(5))
+    own._write_note("1.0", note(5))
     assert 127 not in DeadlockFinder._notes_of_others("1.0")
 
 
 def test_a_note_that_is_counted_and_not_yet_written_hides_no_other(board: Any) -> None:
     store, patch = board
     as_rank(3, patch)
-    DeadlockFinder(lambda: "1.0")._leave_note("1.0", note(1))
+    DeadlockFinder(lambda: "1.0")._write_note("1.0", note(1))
     store.add("num", 1)
     as_rank(0, patch)
     assert DeadlockFinder._notes_of_others("1.0") == {3: note(1)}

@@ -231,13 +231,16 @@ def test_options_may_change_after_prepare(
     assert_like_ddp(worlds, train_with_options_set_later, mode, 0.0, str(tmp_path), set_later)
 
 
-def copy_the_mark_of_a_prepared_optimizer() -> None:
+def copy_a_prepared_optimizer() -> None:
+    from megastrategy.accelerate.prepared_model import PREPARED
+
     accelerator = make_accelerator("megatron_ddp")
     net = net_of()
     inner = adamw(net.parameters())
-    accelerator.prepare(net, inner)
-    assert copy.deepcopy(vars(inner)["_megatron_ddp"]) is None, "a class's own __getstate__ may copy all attributes"
+    _, optimizer = accelerator.prepare(net, inner)
+    assert PREPARED.sharded(inner) is optimizer.optimizer
+    assert PREPARED.sharded(copy.deepcopy(inner)) is None
 
 
 def test_a_copy_of_a_prepared_optimizer_was_not_prepared(worlds: Worlds) -> None:
-    worlds.run(copy_the_mark_of_a_prepared_optimizer)
+    worlds.run(copy_a_prepared_optimizer)

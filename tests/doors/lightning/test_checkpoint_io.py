@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from megastrategy._lightning.checkpoint_io import WholeFileIO
+from megastrategy._lightning.checkpoint_io import CompleteFileIO
 
 from ..checkpointed_fits import STATE, fit_saving, saver
 from ..fits import BATCHES_PER_EPOCH, assert_same_tensors, fit, make_strategy
@@ -26,9 +26,9 @@ def test_strategies_save_and_load_with_it_unless_the_user_gave_another(door: str
     mirrors = "lightning_fabric" if door in ("pytorch_lightning", "lightning_fabric") else "lightning.fabric"
     lightnings = __import__(f"{mirrors}.plugins", fromlist=["x"]).TorchCheckpointIO
     io = strategy_class().checkpoint_io
-    assert isinstance(io, WholeFileIO)
+    assert isinstance(io, CompleteFileIO)
     assert isinstance(io, lightnings)
-    assert not isinstance(strategy_class(checkpoint_io=lightnings()).checkpoint_io, WholeFileIO)
+    assert not isinstance(strategy_class(checkpoint_io=lightnings()).checkpoint_io, CompleteFileIO)
     for path in (tmp_path / "a" / "last.ckpt", f"file://{tmp_path}/b/last.ckpt", "memory://c/last.ckpt"):
         io.save_checkpoint(STATE, path)
         assert torch.equal(io.load_checkpoint(path)["weight"], STATE["weight"])  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def test_strategies_save_and_load_with_it_unless_the_user_gave_another(door: str
 def test_wrappers_wrap_it() -> None:
     """``AsyncCheckpointIO()`` takes the strategy's default; one that was given its own keeps it."""
     own: CheckpointIO = TorchCheckpointIO()
-    for outer, expected in ((AsyncCheckpointIO(), WholeFileIO), (AsyncCheckpointIO(own), TorchCheckpointIO)):
+    for outer, expected in ((AsyncCheckpointIO(), CompleteFileIO), (AsyncCheckpointIO(own), TorchCheckpointIO)):
         strategy = make_strategy("megatron_ddp", checkpoint_io=outer)
         assert strategy.checkpoint_io is outer
         assert isinstance(outer.checkpoint_io, expected)

@@ -89,7 +89,7 @@ def monitored_with_delays(
         return DelayingGathers(private_group(None, device), DELAY_S)
 
     start = time.perf_counter()
-    with mock.patch("megastrategy._lightning.trainer_strategy.engine_collectives", collectives):
+    with mock.patch("megastrategy._lightning.meshes.engine_collectives", collectives):
         lines = monitored(module, strategy_options, max_epochs=1, limit_train_batches=3, **options)
     return lines, time.perf_counter() - start
 
@@ -118,7 +118,7 @@ def test_a_collective_is_charged_by_the_buckets_of_its_time() -> None:
     record(Event(EventKind.LAYOUT_CHANGED, 2))
     for bucket in range(2):
         record(Event(EventKind.GATHER_START, bucket))
-    assert record.take()[1] == 2 * 1024
+    assert record.pop_totals()[1] == 2 * 1024
 
 
 def test_a_rare_log_keeps_no_more_intervals_and_adds_up_all() -> None:
@@ -129,5 +129,5 @@ def test_a_rare_log_keeps_no_more_intervals_and_adds_up_all() -> None:
         record(Event(EventKind.WAIT_END, 1))
         assert len(record._intervals) < 2 * _KEPT_INTERVALS
     nothing = {"gradients": 0, "parameters": 0, "batch": 0, "between batches": 0}
-    assert record.take()[0] == nothing | {"parameters": 5 * _KEPT_INTERVALS}
-    assert record.take()[0] == nothing
+    assert record.pop_totals()[0] == nothing | {"parameters": 5 * _KEPT_INTERVALS}
+    assert record.pop_totals()[0] == nothing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megastrategy import DistributedOptimizer
-from megastrategy._lightning.trainer_strategy import MAIN_PARAMS_KEY
+from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.parts import read_file
