@@ -223,9 +223,9 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     }
                     tried = {
                         ("trial", "param"),
-                        ("known_params", "param"),
+                        ("identity", "param"),
                         ("method_trial", "tensor"),
-                        ("optimizer_double", "copied[id(old)]"),
+                        ("optimizer_copy", "copied[id(old)]"),
                     }
                     own = (path.stem, owner) in stepped | tried | {("extra_params", "tensor")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more

@@ -9,7 +9,14 @@ import torch
 
 from ..engine import Engine
 from ..errors import OptimizerNotShardableError
-from ..trials import CommunicationError, Findings, no_communication, why_not_in_fp32, why_not_main_params
+from ..trials import (
+    CommunicationError,
+    Findings,
+    NotForShardsError,
+    check_fp32_state,
+    check_main_param_steps,
+    no_communication,
+)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
@@ -31,13 +38,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Finding
 def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Raises OptimizerNotShardableError if it cannot step the fp32 main params that the model has."""
     dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
-    is_whole = engine.layout.num_shards == 1
-    reason = why_not_main_params(optimizer) if dtypes and is_whole else None
-    if reason is not None or (reason := why_not_in_fp32(optimizer, dtypes)) is not None:
+    try:
+        if dtypes and engine.layout.num_shards == 1:
+            check_main_param_steps(optimizer)
+        check_fp32_state(optimizer, dtypes)
+    except NotForShardsError as reason:
         raise OptimizerNotShardableError(
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
             "weights in fp32 (autocast for the forward), or use another optimizer"
-        )
+        ) from None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout
-from ..trials import is_per_element, why_not_saved
+from ..trials import describe_undividable, is_per_element
 from .param_shard import ParamShard
 
 STATE, MAIN_PARAMS = "state_dict()", "main_params()"
@@ -147,8 +147,8 @@ class OwnParts:
                 if is_per_element(name, value, (piece.numel,), known):
                     keys.append((name, value.dtype))
                     continue
-                if (reason := why_not_saved(name, value, (piece.numel,))) is not None:
-                    raise CheckpointError(f"the optimizer keeps {reason}")
+                if (found := describe_undividable(name, value, (piece.numel,))) is not None:
+                    raise CheckpointError(f"the optimizer keeps {found}")
                 kinds.append((name, (value.dtype, value.shape) if isinstance(value, Tensor) else None))
             if keys:
                 params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in piece.shards)

@@ -1,12 +1,13 @@
 """Which optimizers may be sharded: their steps are tried on small tensors."""
 
-from .elementwise import Findings, equal, is_per_element, why_not_in_fp32, why_not_main_params, why_not_saved
+from .elementwise import Findings, check_fp32_state, check_main_param_steps
 from .isolation import CommunicationError, no_communication
 from .known_findings import KnownFindings
 from .later_trials import LaterTrials
 from .method_trial import Effect, looks_at_tensors, try_call
-from .optimizer_double import Call, NotForShardsError
+from .optimizer_copy import Call
 from .step_arguments import StepArguments
+from .values import NotForShardsError, describe_undividable, equal, is_per_element
 
 __all__ = [
     "Call",
@@ -17,12 +18,12 @@ __all__ = [
     "LaterTrials",
     "NotForShardsError",
     "StepArguments",
+    "check_fp32_state",
+    "check_main_param_steps",
+    "describe_undividable",
     "equal",
     "is_per_element",
     "looks_at_tensors",
     "no_communication",
     "try_call",
-    "why_not_in_fp32",
-    "why_not_main_params",
-    "why_not_saved",
 ]

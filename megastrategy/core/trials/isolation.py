@@ -1,11 +1,10 @@
-"""Keeps trial steps to themselves: they leave no trace in the program, and send nothing.
+"""Isolates trial steps: they leave no trace in the program, and send nothing.
 
 [Note: traces of trial steps]
-A copy of an optimizer has tensors, state and plain attributes of its own. Everything else is the program's: random
-generators, class attributes, globals, objects behind a function. A step may count in any of them (a schedule that
-falls after 60 calls), so they are put back before each trial, and at the end. Everything that the code of the
-optimizer's class can reach is looked through for that: attributes, the class, its methods' closures, and globals by the
-names in their code.
+A copy of an optimizer has its tensors, state and plain attributes. Everything else is the program's: random generators,
+class attributes, globals, objects behind a function. A step may count in any of them (a schedule that falls after 60
+calls), so they are put back before each trial, and at the end. Everything that the code of the optimizer's class can
+reach is looked through for that: attributes, the class, its methods' closures, and globals by the names in their code.
 
 What steps change outside of the copy is changed by a call, and not by a tensor. So such an optimizer is called once a
 step. What cannot be put back, an iterator that was advanced, is a reason not to shard.
@@ -45,7 +44,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .places import (
     Muted,
     Place,
-    differ,
     of_bag,
     of_cell,
     of_dict,
@@ -57,6 +55,7 @@ from .places import (
     of_type,
     of_weak,
 )
+from .values import NotForShardsError, equal, slots_of
 
 _OF_COLLECTIVES = "c10d"
 """In the namespaces of torch.distributed's operators: its functions, and methods of process groups, come to them."""
@@ -90,7 +89,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_communication() -> Iterator[None]:
-    """Lets a step of shards send nothing.
+    """Prevents a step of shards from sending anything.
 
     Raises:
         CommunicationError: if it would, with the reason not to shard, also where the step has caught it.
@@ -112,7 +111,7 @@ def _communicates(called: str) -> str:
 
 
 class Isolation:
-    """The part of the program that an optimizer's steps can reach, as it was; see [Note: traces of trial steps].
+    """The former values of everything that an optimizer's steps can reach; see [Note: traces of trial steps].
 
     Attributes:
         may_communicate: whether its code names torch.distributed, so that steps of shards have to be watched.
@@ -160,19 +159,18 @@ class Isolation:
             place.note()
         steps()
         after = [*self._random_states(), self._context_and_prints()]
-        return any(map(differ, before, after)) or any(place.has_changed() for place in self._places)
+        return not equal(before, after) or any(place.has_changed() for place in self._places)
 
     def _context_and_prints(self) -> tuple[dict[Any, Any], int]:
         return dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
 
-    def why_not(self) -> str | None:
-        """Why the steps that were tried may not be steps of shards, in words; None if they may."""
+    def check(self) -> None:
+        """Raises NotForShardsError if the steps that were tried may not be steps of shards."""
         if self._mode.called:
-            return _communicates(self._mode.called)
+            raise NotForShardsError(_communicates(self._mode.called))
         for place in self._places:
             if place.is_lost():
-                return f"trial steps advanced {place.where}, which cannot be put back"
-        return None
+                raise NotForShardsError(f"trial steps advanced {place.where}, which cannot be put back")
 
     def _random_states(self) -> list[Any]:
         return [get() for get, _ in self._generators]
@@ -373,9 +371,7 @@ class _Walk:
             return
         if isinstance(values := getattr(value, "__dict__", None), dict):
             yield of_dict(where, values), list(values.values())
-        slots = [vars(one).get("__slots__", ()) for one in kind.__mro__]
-        named = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
-        if names := [name for name in named if name not in ("__dict__", "__weakref__")]:
+        if names := slots_of(value):
             found = [getattr(value, name) for name in names if hasattr(value, name)]
             yield of_slots(where, value, names), found
         if callable(call := vars(kind).get("__call__")):

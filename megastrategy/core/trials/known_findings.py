@@ -1,9 +1,9 @@
-"""Remembers what trials of optimizers showed: the next of the same kind with the same options would show it again.
+"""Remembers the findings of trials: an optimizer of the same kind with the same options would give them again.
 
-[Note: what may be remembered]
-Only of torch's own classes, whose step depends on the options of its groups and on nothing else that a process keeps.
-Anybody else's may look at its attributes, at other modules or at a file, and is tried each time. Options that are not
-plain values, an optimizer inside of another, and hooks on all optimizers' steps make it somebody else's.
+[Note: which findings are remembered]
+Only those of torch's own classes, whose step depends on the options of its groups and on nothing else that a process
+keeps. Another class may look at its attributes, at other modules or at a file, and is tried each time. So is torch's
+with options that are not plain values, with an optimizer inside of it, or with hooks on all optimizers' steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .elementwise import Findings, why_not_trialled
+from .elementwise import Findings, check_no_inner_optimizer
 from .per_parameter import trial_shapes
 from .probe import probe
+from .values import NotForShardsError
 
 _MOST = 64
 """The number that is kept: a search over learning rates makes one for each."""
@@ -24,13 +25,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class KnownFindings:
-    """Kept by whoever sets up several optimizers one after the other, in a process or for a model."""
+    """The findings of several optimizers, in a process or for a model."""
 
     def __init__(self) -> None:
         self._by_kind: dict[Any, Findings] = {}
 
     def probe(self, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
-        """Does as :func:`.elementwise.probe`, from memory where that may be; see [Note: what may be remembered]."""
+        """Does as :func:`.probe.probe`, from memory where it may; see [Note: which findings are remembered]."""
         kind = _kind_of(optimizer)
         if kind is None:
             return probe(optimizer, device, dtype)
@@ -44,20 +45,24 @@ class KnownFindings:
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Everything that its steps depend on, to be compared; None if that is not known."""
+    """Returns everything that its steps depend on, to be compared; None if that is not known."""
     cls = type(optimizer)
     is_torchs = cls.__module__.startswith("torch.optim.")
     hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-    if not is_torchs or hooks or why_not_trialled(optimizer) is not None:
+    if not is_torchs or hooks:
+        return None
+    try:
+        check_no_inner_optimizer(optimizer)
+    except NotForShardsError:
         return None
     groups = []
     for group in optimizer.param_groups:
         options = [(name, _plain(value)) for name, value in group.items() if name != "params"]
         if any(value is None for _, value in options):
             return None
-        # what parameters it may be given whole
+        # the parameters that it may be given whole
         groups.append((tuple(options), trial_shapes([tuple(param.shape) for param in group["params"]])))
-    # a step that somebody has put in the class's place is another
+    # a step that replaces the class's is another one
     return cls, cls.step, tuple(groups), frozenset(optimizer.__dict__)
 
 

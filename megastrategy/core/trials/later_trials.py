@@ -1,7 +1,7 @@
-"""Tries a sharded optimizer again before it steps with what was not there when it was wrapped.
+"""Tries a sharded optimizer again before it steps with options that it did not have when it was wrapped.
 
 [Note: options set later]
-A trial tells of the options that it ran with. A ``weight_decay`` of zero lets LARS pass, since it takes no norm then;
+A trial is valid for the options that it ran with. A ``weight_decay`` of zero lets LARS pass, which takes no norm then;
 set by hand, by a schedule or by a loaded state, each rank would take the norms of its own shards, and nothing would
 show it. A decay that becomes another number multiplies the term that was tried. A term that was not there can couple
 elements: an option that was not there, a number that was zero, infinite or of the other sign (a clip that was off), and
@@ -9,9 +9,9 @@ a flag, a word or None in the place of another. So the optimizer is tried once m
 into: that would wait for the device in every step.) Attributes of an optimizer that is not torch's are options, too, if
 they change between its steps.
 
-An entry that the optimizer's own steps change (Schedule-Free's ``k``) is nobody's wish; trials show which these are.
-They, and all that was not set, have the values of the first trial in a later one: with the counters of a long training
-beside state that is new, an optimizer may do anything, and a refusal would be wrong.
+An entry that the optimizer's own steps change (Schedule-Free's ``k``) was not set; trials show which these are. They,
+and all that was not set, have the values of the first trial in a later one: with the counters of a long training beside
+state that is new, an optimizer may do anything, and a refusal would be wrong.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 
-from .elementwise import Findings, Raised
+from .elementwise import Findings
 from .known_findings import KnownFindings
 from .probe import probe
 from .step_arguments import StepArguments
-from .trial import own
+from .values import Copier
 
 _OF_TRIALS = {"params", "lr", "initial_lr"}  # a trial has its own tensors, and a rate of its own where there is none
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class LaterTrials:
-    """Remembers what a wrapped optimizer was tried with; the same on all ranks if they set the same options."""
+    """Remembers the options that were tried; the same on all ranks if they set the same options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
@@ -48,10 +48,7 @@ class LaterTrials:
             self._begin(group, findings)
 
     def of_arguments(self, arguments: StepArguments, dtype: torch.dtype) -> Findings | None:
-        """Finds out what a step with these arguments does; None if the like was tried.
-
-        ``dtype``: the finest that is stepped.
-        """
+        """Tries a step with these arguments; None if their kind was tried. ``dtype``: the finest that is stepped."""
         if (kind := arguments.kind) in self._tried:
             return None
         findings = probe(self._optimizer, self._device, dtype, arguments)
@@ -61,7 +58,7 @@ class LaterTrials:
         return findings
 
     def of_options(self, known: KnownFindings, dtype: torch.dtype) -> Findings | None:
-        """Finds out what a step does with the groups and options that there are now; None if the like was tried.
+        """Tries a step with the present groups and options; None if options of their kind were tried.
 
         ``known``: the results of earlier trials; ``dtype``: the finest that is stepped.
         """
@@ -79,7 +76,7 @@ class LaterTrials:
             for number, group in enumerate(groups)
         ]
         findings = known.probe(again, self._device, dtype)
-        if isinstance(findings.reason, Raised) and not untried:
+        if findings.raised and not untried:
             # The step will raise the user's own error. Or the attribute counts on state that a trial does not have.
             self._tried.add(_kind(attributes))
             return None
@@ -95,7 +92,7 @@ class LaterTrials:
         return findings
 
     def end_step(self) -> None:
-        """Notes the attributes and entries that a step leaves: what it changes itself, the user has not set."""
+        """Records the attributes and entries after a step: the user has not set those that the step changes."""
         if self._is_torchs:
             return
         self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in _PLAIN}
@@ -114,7 +111,7 @@ class LaterTrials:
         }
 
     def _if_divided_alike(self, findings: Findings) -> Findings:
-        """The findings; a refusal where shards were cut of what now has to be whole."""
+        """Returns the findings, or a refusal if they need whole parameters that were divided into shards."""
         parted = sorted(number for number in findings.whole_groups - self._whole_groups if number < len(self._first))
         if parted:
             return Findings(
@@ -126,7 +123,7 @@ class LaterTrials:
     def _begin(self, group: Mapping[str, Any], findings: Findings) -> None:
         options = {name: value for name, value in group.items() if name != "params"}
         # A copy: what a step counts in place must begin there again.
-        self._first.append(own(options))
+        self._first.append(Copier().copy(options))
         settable = options.keys() - findings.changed_entries - _OF_TRIALS
         self._seen.append({name: value for name, value in options.items() if name in settable})
         self._tried.add((len(self._first) - 1, _kind({})))
@@ -138,7 +135,7 @@ class LaterTrials:
         if not self._is_torchs:
             for name in group.keys() - self._first[number].keys() - _OF_TRIALS:
                 self._first[number][name] = seen[name] = None
-        # By identity, in every step: nearly always nobody has set anything.
+        # By identity, in every step: nearly always nothing was set.
         if all(group.get(name) is value for name, value in seen.items()):
             return True
         if (number, _kind(self._set_later(number, group))) not in self._tried:
@@ -181,7 +178,7 @@ def _regime(number: float) -> tuple[float, bool]:
 
 
 def _kind(value: Any) -> Hashable:
-    """Alike for options that differ in numbers alone, of one sign."""
+    """Equal for options that differ only in numbers of one sign."""
     if isinstance(value, Mapping):
         return frozenset((name, _kind(item)) for name, item in value.items())
     if isinstance(value, tuple | list):

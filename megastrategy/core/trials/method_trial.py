@@ -1,9 +1,9 @@
-"""Finds out what a method of the user's optimizer would do, by trying it on copies with small tensors.
+"""Finds the effect of a method of the user's optimizer, by trying it on copies with small tensors.
 
 Optimizers have methods beside ``step``: Schedule-Free's ``train()`` and ``eval()`` move every weight, SAM's
 ``first_step()`` takes the norm of all gradients, others set a learning rate. Called on shards the first is right, the
-second silently wrong, and the third does not care. A method's name says nothing about it, so what a call would do is
-tried just before it, with its own arguments, in the mode that the optimizer is in.
+second silently wrong, and the third does not care. A method's name says nothing about it, so a call is tried just
+before it is made, with its own arguments, in the mode that the optimizer is in.
 
 [Note: what a trial compares]
 The call is made on copies that have taken a few steps: on whole tensors with gradients, on whole tensors without, and
@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .isolation import Isolation
-from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, holds, in_words
+from .optimizer_copy import TRIAL_SHAPE, Call, Contents, Found, OptimizerCopy, holds
 from .trial import enter_training
+from .values import NotForShardsError, describe_error
 
 _STEPS = 3  # state has then grown from zero, and sums differ from the last gradient
 _LR = 0.01  # weights of size 1 move by more than rounding hides
@@ -51,40 +52,34 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
         NotForShardsError: if that cannot be found out.
     """
     with _without_trace(optimizer, device):
-        double = Double(optimizer, _fresh_contents(optimizer, device, dtype))
-        double.make(call)
-        if double.is_for_later and ("state" in double.touches or double.num_operations):
+        tried = OptimizerCopy(optimizer, _fresh_contents(optimizer, device, dtype))
+        tried.make(call)
+        if tried.is_for_later and ("state" in tried.touches or tried.num_operations):
             raise NotForShardsError(
                 "it returns what works with state or parameters later (a context manager, a generator), when the "
                 "groups hold whole parameters"
             )
-        if holds(double.result, double.optimizer):
+        if holds(tried.result, tried.optimizer):
             raise NotForShardsError("it returns a function or an object that holds the optimizer, and may use it later")
-        return bool(double.touches) or double.has_moved
+        return bool(tried.touches) or tried.has_moved
 
 
 @contextlib.contextmanager
 def _without_trace(optimizer: Optimizer, device: torch.device) -> Iterator[Isolation]:
-    """Enters an isolation: nothing is sent in it, and nothing of it stays.
+    """Enters an isolation, in which nothing is sent and whose changes are undone.
 
     Raises:
-        NotForShardsError: at the end, if it would have.
+        NotForShardsError: at the end, if something was sent, or cannot be undone.
     """
     isolation = Isolation(optimizer, device)
     with isolation.open(), torch.no_grad():
         yield isolation
-        reason = isolation.why_not()
-    if reason is not None:
-        raise NotForShardsError(reason)
+        isolation.check()
 
 
 def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> Effect:
-    """Finds out what a call does; see [Note: what a trial compares]. The same on every rank whose optimizer has the
-    same options and attributes.
-
-    Args:
-        optimizer: left untouched, with the model's Parameters in its groups.
-        device, dtype: of the tensors that it steps.
+    """Returns the effect of a call; see [Note: what a trial compares]. The same on every rank whose optimizer has the
+    same options and attributes. The optimizer is left untouched; ``device`` and ``dtype`` are of the tensors it steps.
 
     Raises:
         NotForShardsError: if it may not be made on shards.
@@ -94,31 +89,31 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
         return Effect.NONE
     with _without_trace(optimizer, device) as isolation:
         stepped = _stepped(optimizer, _fresh_contents(optimizer, device, dtype))
-        whole, bare = (Double(optimizer, stepped.copied(grads=grads)) for grads in (True, False))
-        for double in (whole, bare):
+        whole, bare = (OptimizerCopy(optimizer, stepped.copied(grads=grads)) for grads in (True, False))
+        for tried in (whole, bare):
             isolation.restore()
-            double.make(call)
+            tried.make(call)
         if whole.error is not None:
             raise NotForShardsError(f"a trial of it raised {whole.error}")
         # A parameter by way of an attribute is the model's whole one, not the shard that is stepped in its place.
-        if whole.strangers or bare.strangers:
+        if whole.uses_other_params or bare.uses_other_params:
             raise NotForShardsError("it uses parameters by other ways than the groups")
         if whole.has_other_groups:
             raise NotForShardsError("it changes which parameters are in the groups")
         # The three signs that gradients (or chance) matter: it fails without them, changes them, or ends otherwise.
-        if bare.error is not None or whole.has_changed_grads or not whole.did_what(bare):
+        if bare.error is not None or whole.has_changed_grads or not whole.did_the_same(bare):
             raise NotForShardsError("it uses gradients, which shards do not have between steps, or random numbers")
         # It did look, in the groups alone, as at a parameter's shape; whole Parameters answer that as well.
         if not ("state" in bare.touches or bare.has_moved):
             return Effect.NONE
-        _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call, isolation)
+        _check_pieces([OptimizerCopy(optimizer, piece) for piece in stepped.cut()], bare, call, isolation)
         # A sum over state that is returned, say: on a rank it would be the sum of its own part.
         if bare.num_operations and not bare.has_changed:
             raise NotForShardsError("it computes with state, of which each rank has its part, and changes nothing")
         return Effect.ELEMENTS if bare.num_operations else Effect.STATE
 
 
-def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call, isolation: Isolation) -> None:
+def _check_pieces(pieces: Sequence[OptimizerCopy], whole: OptimizerCopy, call: Call, isolation: Isolation) -> None:
     for piece in pieces:
         isolation.restore()
         piece.make(call)
@@ -144,7 +139,7 @@ def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call, isolation
 
 
 def _named(of_pieces: Sequence[dict[str, Tensor]], name: str) -> list[Tensor]:
-    """The parts under a name, if all pieces have one."""
+    """Returns the parts under a name, if all pieces have one."""
     parts = [values[name] for values in of_pieces if name in values]
     return parts if len(parts) == len(of_pieces) else []
 
@@ -164,12 +159,12 @@ def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dty
 
 
 def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
-    """The tensors after a few steps, with a gradient for the next one, and the state that came of it."""
+    """Returns the tensors after a few steps, with a gradient for the next one, and their state."""
     contents, generator = fresh.copied(), torch.Generator().manual_seed(1)
-    double = Double(optimizer, contents)
+    copied = OptimizerCopy(optimizer, contents).optimizer
     try:
-        enter_training(double.optimizer)
-        for group in double.optimizer.param_groups:
+        enter_training(copied)
+        for group in copied.param_groups:
             if "lr" in group:  # at the start of a warm-up it is zero
                 group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
         # Once more than it steps: a call that uses gradients has to find some, as between backward and step.
@@ -179,10 +174,10 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
                     tensor.device, tensor.dtype
                 )
             if step < _STEPS:
-                double.optimizer.step()
+                copied.step()
     except Exception as error:
-        raise NotForShardsError(f"it cannot be tried: a trial step raised {in_words(error)}") from error
-    state = dict(dict.items(double.optimizer.state))
+        raise NotForShardsError(f"it cannot be tried: a trial step raised {describe_error(error)}") from error
+    state = dict(dict.items(copied.state))
     for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
         tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator, device="cpu"))
         # A mode keeps what steps do not, and may give it back to the weights.
@@ -194,7 +189,7 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
 
 
 def _kept_beside(optimizer: Optimizer, found: Mapping[str, object]) -> dict[str, torch.dtype]:
-    """The names and dtypes of what the optimizer keeps for each element now, and a few steps do not bring about."""
+    """Returns the names and dtypes of per-element state that the optimizer has now and not after a few steps."""
     return {
         name: value.dtype
         for tensor, values in dict.items(optimizer.state)

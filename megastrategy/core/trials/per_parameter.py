@@ -1,4 +1,4 @@
-"""Does an optimizer step each parameter by itself? A numerical probe, for those that are not element-wise.
+"""Tests by trial steps whether an optimizer that is not element-wise steps each parameter by itself.
 
 Muon orthogonalises a matrix, Shampoo multiplies by factors of it, LAMB divides by its norm: such an update needs the
 whole parameter, but no other one. Ranks may then step some of the parameters each. What is estimated from all of them
@@ -8,7 +8,7 @@ whole parameter, but no other one. Ranks may then step some of the parameters ea
 One copy of the optimizer steps several tensors together, others step one each with the same gradients, and everything
 is compared as for flat pieces. The tensors have the numbers of dimensions that the group's parameters have, since an
 update may refuse others; two have one shape, which an optimizer may step as a batch; and two are as large as states in
-blocks need, if a parameter is. What is kept of a parameter may be anything that can be saved: its owner has all of it.
+blocks need, if a parameter is. The state of a parameter may be anything that can be saved: its owner has all of it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .elementwise import Findings, GroupProbe, attribute_with_params, equal, same_bits
+from .elementwise import Findings, GroupProbe, attribute_with_params
 from .isolation import Isolation, seed
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem, Trial, distances, tensors_in, with_arithmetic
+from .trial import SPIKE, Problem, Trial
+from .values import NotForShardsError, distances, equal, same_bits, tensors_in, with_arithmetic
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -51,14 +52,7 @@ def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ..
 
 
 class PerParameterProbe(GroupProbe):
-    """Trials with the options of one parameter group, on tensors together and on each of them alone.
-
-    Args:
-        numbers: of groups with these options; the first one's are used.
-        device, dtype: of the tensors that it will step.
-        arguments: what its ``step`` is called with, but for a closure.
-        isolation: of the optimizer.
-    """
+    """Trials with the options of the groups ``numbers``, on tensors together and on each of them alone."""
 
     others = "one tensor alone"
 
@@ -80,19 +74,19 @@ class PerParameterProbe(GroupProbe):
     def findings(self) -> Findings:
         # A trial copies what the optimizer keeps, but not parameters, which are the model's: it would step those.
         if (name := attribute_with_params(self.optimizer)) is not None:
-            return Findings(f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone")
+            raise NotForShardsError(
+                f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
+            )
         seed(self._device)  # the same on all ranks, which have to find the same
         found = super().findings()
-        if found.reason is None:
-            self.problem = self._spikes
-            reason = self.early_reason()
-            return found if reason is None else Findings(reason)
+        self.problem = self._spikes
+        self.check_first_step()
         return found
 
     def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
-        return self.problem.rerun_alone(lambda: self._double(lr), whole)
+        return self.problem.rerun_alone(lambda: self._copy(lr), whole)
 
-    def _moves_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> tuple[str | None, bool]:
+    def _moves_alike(self, whole: Trial, pieces: Sequence[Trial]) -> bool:
         is_exact = True
         for number, (param, alone) in enumerate(zip(whole.params, pieces, strict=True)):
             difference, moved = (param.detach() - alone.params[0]).abs_(), whole.reach[number]
@@ -100,24 +94,23 @@ class PerParameterProbe(GroupProbe):
                 continue
             is_exact = False
             if not bool((difference <= _RELATIVE * moved.max() + self._rounding(whole, number)).all()):
-                return (
+                raise NotForShardsError(
                     f"a trial tensor of shape {tuple(param.shape)} in {self.where} became another when it was stepped "
                     f"without the others of the group (largest difference {difference.max().item():.3g} where the step "
                     f"was {moved.max().item():.3g})"
-                ), is_exact
-        return None, is_exact
+                )
+        return is_exact
 
-    def _keeps_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> str | None:
+    def _check_kept(self, whole: Trial, pieces: Sequence[Trial]) -> None:
         for number, alone in enumerate(pieces):
             kept, found = whole.state(number), alone.state(0)
             for name in dict.fromkeys((*kept, *found)):
                 if name not in kept or name not in found or not equal(kept[name], found[name], _close):
-                    return f"after trial steps of {self.where}, state {name!r} of a tensor depends on the others"
-            if (reason := self._values_differ(whole, alone, ())) is not None:
-                return reason.replace("flat pieces of them", "each of them alone")
-            if (reason := _why_not_saved(found)) is not None:
-                return reason
-        return None
+                    raise NotForShardsError(
+                        f"after trial steps of {self.where}, state {name!r} of a tensor depends on the others"
+                    )
+            self._check_values(whole, alone, (), "each of them alone")
+            _check_can_be_saved(found)
 
     def _differing_names(self, saved: dict[str, Any], kept: dict[str, Any]) -> list[str]:
         return []  # its own state_dict() writes them, and its load_state_dict() reads them
@@ -136,12 +129,11 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((distances(a, b) <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * largest).all())
 
 
-def _why_not_saved(state: dict[str, Any]) -> str | None:
+def _check_can_be_saved(state: dict[str, Any]) -> None:
     for name, value in state.items():
         if any(isinstance(tensor, Parameter) for tensor in tensors_in(value)):
-            return f"it keeps parameters in state {name!r}, which a checkpoint would copy"
+            raise NotForShardsError(f"it keeps parameters in state {name!r}, which a checkpoint would copy")
         try:
             torch.save(value, io.BytesIO())
-        except Exception as error:  # noqa: BLE001 - whatever an unknown object raises, it is an answer
-            return f"state {name!r} cannot be saved ({type(error).__name__}: {error})"
-    return None
+        except Exception as error:
+            raise NotForShardsError(f"state {name!r} cannot be saved ({type(error).__name__}: {error})") from error

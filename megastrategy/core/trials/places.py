@@ -1,9 +1,9 @@
-"""Places where the steps of an optimizer may change something that its copies share, and the ways to put it back.
+"""Values that an optimizer's copies share and its steps may change, and the ways to put them back.
 
 [Note: what steps print]
 A step may print, log, or write to a file. Nothing brings a line back from a terminal. So where the code names ``print``
-or a logger, a trial's own thread prints and logs nothing, and what it would have printed is counted. A file that can
-be told its place is cut off there again.
+or a logger, the trial's thread prints and logs nothing, and the lines are counted. A file that can seek is cut off
+where it was.
 """
 
 from __future__ import annotations
@@ -20,35 +20,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-import torch
-from torch import Tensor
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def differ(a: Any, b: Any) -> bool:
-    """Whether two values are not known to be equal: objects of no plain type are equal only to themselves."""
-    if a is b:
-        return False
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() != b.keys() or any(differ(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple):
-        return len(a) != len(b) or any(map(differ, a, b))
-    if type(a).__module__ == "numpy":
-        return bool((a != b).any()) if hasattr(a, "any") else bool(a != b)
-    return type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and a == a)
+from .values import equal, methods_of_generator
 
 
 class Place:
-    """Something that a step may change in place.
-
-    Args:
-        where: in words.
-        get: what is there, in a form that a change does not reach.
-        put: sets it; None where nothing can.
-    """
+    """A value that a step may change in place. ``get`` returns a copy; ``put`` sets it, and is None if nothing can."""
 
     def __init__(self, where: str, get: Callable[[], Any], put: Callable[[Any], None] | None) -> None:
         self.where, self._get, self._put = where, get, put
@@ -58,14 +34,14 @@ class Place:
         self._noted = self._get()
 
     def has_changed(self) -> bool:
-        return differ(self._noted, self._get())
+        return not equal(self._noted, self._get())
 
     def restore(self) -> None:
-        if self._put is not None and differ(self._first, self._get()):
+        if self._put is not None and not equal(self._first, self._get()):
             self._put(self._first)
 
     def is_lost(self) -> bool:
-        return self._put is None and differ(self._first, self._get())
+        return self._put is None and not equal(self._first, self._get())
 
 
 def of_dict(where: str, values: dict[Any, Any]) -> Place:
@@ -145,19 +121,9 @@ def of_slots(where: str, value: Any, names: list[str]) -> Place:
     return Place(where, lambda: {name: getattr(value, name) for name in names if hasattr(value, name)}, put)
 
 
-def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers: a copy would hide how often."""
-    return _methods_of_generator(value) is not None
-
-
-def _methods_of_generator(value: Any) -> tuple[str, str] | None:
-    pairs = ("getstate", "setstate"), ("get_state", "set_state")
-    return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
-
-
 def of_generator(where: str, value: Any) -> Place | None:
     """A generator of random numbers: torch's, numpy's or Python's."""
-    if (names := _methods_of_generator(value)) is not None:
+    if (names := methods_of_generator(value)) is not None:
         return Place(where, getattr(value, names[0]), getattr(value, names[1]))
     if (bits := getattr(value, "bit_generator", None)) is not None:
         return Place(where, lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))

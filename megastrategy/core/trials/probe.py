@@ -1,7 +1,7 @@
-"""Finds out how the groups of an optimizer can be divided among ranks: a numerical probe, never a list of names.
+"""Finds out how the groups of an optimizer can be divided among ranks, by trial steps instead of a list of names.
 
 A group whose update is element-wise (:mod:`.elementwise`) is stepped as flat shards. One that steps each parameter by
-itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner. What is neither cannot be sharded.
+itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner. Any other group cannot be sharded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from .elementwise import Findings, GroupProbe, equal, trial_lr, why_not_trialled
+from .elementwise import Findings, GroupProbe, TrialStepError, check_no_inner_optimizer, trial_lr
+from .identity import check_identity
 from .isolation import Isolation
-from .known_params import why_not_others
 from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
 from .trial import PROPORTIONS, SPIKE, Problem
+from .values import NotForShardsError, equal
 
-_STANCE = threading.RLock()
-"""The process has one stance of torch.compile's, so that one thread at a time may change it and put it back."""
+_COMPILER = threading.RLock()
+"""torch.compile has one setting in a process, so that one thread at a time may change it and put it back."""
 
 
 def probe(
@@ -35,23 +36,24 @@ def probe(
 ) -> Findings:
     """Steps copies of the optimizer on tensors made for it, together, alone, cut and in parts, and compares.
 
-    Args:
-        optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
-        device, dtype: of the tensors that it will step.
-        arguments: what its ``step`` is called with, but for a closure.
+    The optimizer is left untouched; its class, hyper-parameters and other attributes are used, its state is not.
+    ``device`` and ``dtype`` are those of the tensors that it will step; ``arguments`` those of its ``step``.
     """
-    with _STANCE, _uncompiled():
-        # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
-        if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
-            return Findings(reason)
-        isolation = Isolation(optimizer, device)
-        with isolation.open():
-            # In a context of its own, so that what a step sets in context variables is set there.
-            findings = contextvars.copy_context().run(_probe, optimizer, device, dtype, arguments, isolation)
-            # First: whatever else was found, it was found by steps that could not do their work.
-            reason = isolation.why_not()
-        if reason is not None:
-            return Findings(reason)
+    with _COMPILER, _uncompiled():
+        try:
+            # Before any copy is stepped: these steps would reach the model's own weights, or call user code.
+            check_no_inner_optimizer(optimizer)
+            arguments.check_for_shards()
+            isolation = Isolation(optimizer, device)
+            with isolation.open():
+                try:
+                    # In a context of its own, so that what a step sets in context variables is set there.
+                    findings = contextvars.copy_context().run(_probe, optimizer, device, dtype, arguments, isolation)
+                finally:
+                    # Before other reasons, which were found by steps that could not do their work.
+                    isolation.check()
+        except NotForShardsError as error:
+            return Findings(str(error), raised=isinstance(error, TrialStepError))
         return dataclasses.replace(findings, may_communicate=isolation.may_communicate)
 
 
@@ -61,7 +63,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     Hazard: an update that its optimizer compiles (Dion's Muon) would be compiled for each shape of the trials, which
     takes minutes, and beyond torch's limit of recompilations raises an error that tells nothing of the update.
     """
-    # Whoever has compiled a function has imported dynamo; its import takes a second.
+    # A function can be compiled only where dynamo is imported; its import takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
@@ -72,33 +74,30 @@ def _probe(
     arguments: StepArguments,
     isolation: Isolation,
 ) -> Findings:
-    if (reason := why_not_others(optimizer)) is not None:
-        return Findings(reason)
+    check_identity(optimizer)
     small, problem = Problem(device, dtype, is_small=True, scale=SPIKE), Problem(device, dtype)
     others = Problem(device, dtype, shapes=[*PROPORTIONS], cuts=[*PROPORTIONS.values()])
     flat: list[Findings] = []
     whole: list[Findings] = []
     whole_groups = set[int]()
     for numbers in _alike(optimizer.param_groups):
-        # What keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one. And what
-        # clips by a norm shows with large gradients alone.
-        reason = GroupProbe(optimizer, numbers[0], small, arguments, isolation).early_reason()
-        found = (
-            Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments, isolation).findings()
-        )
-        if found.reason is None and (
-            reason := GroupProbe(optimizer, numbers[0], others, arguments, isolation).early_reason()
-        ):
-            found = Findings(reason)
-        if found.reason is None:
+        try:
+            # First the small one: a step that makes a matrix of a flat tensor's elements would take gigabytes and
+            # minutes for the larger one, and one that clips by a norm shows it only with large gradients.
+            GroupProbe(optimizer, numbers[0], small, arguments, isolation).check_first_step()
+            found = GroupProbe(optimizer, numbers[0], problem, arguments, isolation).findings()
+            GroupProbe(optimizer, numbers[0], others, arguments, isolation).check_first_step()
             flat.append(found)
             continue
-        whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments, isolation).findings())
+        except NotForShardsError as error:
+            not_flat = error
+        try:
+            whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments, isolation).findings())
+        except NotForShardsError as error:
+            if str(error) == str(not_flat):
+                raise not_flat from None
+            raise NotForShardsError(f"{not_flat}; nor can ranks step whole parameters each: {error}") from error
         whole_groups.update(numbers)
-        if whole[-1].reason is not None:
-            if whole[-1].reason == found.reason:  # said once
-                return found
-            return Findings(f"{found.reason}; nor can ranks step whole parameters each: {whole[-1].reason}")
     return Findings(
         None,
         frozenset[str]().union(*(one.element_names for one in flat)),

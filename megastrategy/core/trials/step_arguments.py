@@ -1,4 +1,4 @@
-"""The arguments of an optimizer's ``step``: a closure, and whatever else the user's class takes."""
+"""The arguments of an optimizer's ``step``: a closure, and others that the user's class accepts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from .values import NotForShardsError, leaves, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +26,13 @@ class StepArguments:
         return given if callable(given) else None
 
     def with_closure(self, closure: Callable[[], Any]) -> StepArguments:
-        """Another closure in the place of the one that was given."""
+        """Returns the arguments with another closure."""
         if "closure" in self.kwargs:
             return StepArguments(self.args, {**self.kwargs, "closure": closure})
         return StepArguments((closure, *self.args[1:]), self.kwargs)
 
     def without_closure(self) -> StepArguments:
-        """Everything else; in front of other arguments None keeps its place."""
+        """Returns the other arguments; None keeps the closure's place in front of them."""
         kwargs = {name: value for name, value in self.kwargs.items() if name != "closure"}
         is_in_front = "closure" not in self.kwargs and bool(self.args)
         # Nothing in front is a closure: a first argument of another kind stays where it is.
@@ -45,26 +47,22 @@ class StepArguments:
         """Calls ``step`` with them."""
         return step(*self.args, **self.kwargs)
 
-    def why_not_for_shards(self) -> str | None:
-        """Why an optimizer of shards cannot be called with them, in words; None if it may be tried."""
+    def check_for_shards(self) -> None:
+        """Raises NotForShardsError if an optimizer of shards cannot be tried with them."""
         for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            if any(callable(item) for item in _leaves(value)):
-                return f"its argument {name!r} is a function, which a trial must not call"
+            if any(callable(item) for item in leaves(value)):
+                raise NotForShardsError(f"its argument {name!r} is a function, which a trial must not call")
             # Whole tensors would meet shards in the step. One number means the same for both.
-            if any(isinstance(item, Tensor) and item.numel() > 1 for item in _leaves(value)):
-                return f"its argument {name!r} has tensors of more than one element, which nobody cuts to shards"
-        return None
+            if any(tensor.numel() > 1 for tensor in tensors_in(value)):
+                raise NotForShardsError(
+                    f"its argument {name!r} has tensors of more than one element, which nobody cuts to shards"
+                )
 
     @property
     def kind(self) -> Hashable:
-        """Alike for calls that differ in numbers alone."""
+        """Equal for calls that differ only in numbers."""
         named = [*enumerate(self.args), *sorted(self.kwargs.items())]
-        return tuple((name, tuple(map(_kind, _leaves(value)))) for name, value in named)
-
-
-def _leaves(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else None
-    return [value] if items is None else [leaf for item in items for leaf in _leaves(item)]
+        return tuple((name, tuple(map(_kind, leaves(value)))) for name, value in named)
 
 
 def _kind(value: Any) -> Hashable:

@@ -1,4 +1,4 @@
-"""Trial steps: a copy of an optimizer steps tensors that were made for it, whole or cut into flat pieces.
+"""Trial steps of a copy of an optimizer, on tensors that were made for it, whole or cut into flat pieces.
 
 [Note: trial tensors]
 What a trial can see depends on its tensors and gradients:
@@ -21,21 +21,20 @@ What a trial can see depends on its tensors and gradients:
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .places import is_generator
 from .step_arguments import StepArguments
+from .values import Copier, with_arithmetic
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
@@ -51,7 +50,7 @@ FALLBACK_LR = 0.01
 
 @dataclasses.dataclass
 class Trial:
-    """An optimizer that has stepped, and what it stepped.
+    """An optimizer that has stepped, and its tensors.
 
     Attributes:
         optimizer: the copy; it has one group.
@@ -147,10 +146,10 @@ class Problem:
             grads.append(grad)
         return grads
 
-    def run(self, double: torch.optim.Optimizer, num_steps: int) -> Trial:
+    def run(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Trial:
         """The optimizer steps whole tensors."""
-        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
-        double.param_groups[0]["params"] = list(trial.params)
+        trial = Trial(optimizer, [start.clone().requires_grad_() for start in self.starts])
+        optimizer.param_groups[0]["params"] = list(trial.params)
         trial.reach = [torch.zeros_like(start) for start in self.starts]
         for step in range(num_steps):
             # At the weights of this trial, once: reruns are given the same ones, or rounding would feed back.
@@ -167,19 +166,19 @@ class Problem:
                         trial.sizes[number, name] = size if before is None else torch.maximum(before, size)
         return trial
 
-    def rerun_in_parts(self, double: torch.optim.Optimizer, whole: Trial) -> Trial:
-        """Takes as many steps of the same tensors with the same gradients, each by several calls."""
-        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
+    def rerun_in_parts(self, optimizer: torch.optim.Optimizer, whole: Trial) -> Trial:
+        """Repeats the steps of the same tensors with the same gradients, each by several calls."""
+        trial = Trial(optimizer, [start.clone().requires_grad_() for start in self.starts])
         for grads in whole.grads:
             trial.step_in_parts(grads)
         return trial
 
-    def rerun_cut(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
-        """Takes as many steps with the same gradients of flat pieces, each rank's by an optimizer of its own: what is
-        summed over an optimizer's tensors shows."""
+    def rerun_cut(self, make_copy: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
+        """Repeats the steps with the same gradients on flat pieces, each rank's in an optimizer of its own: a sum over
+        an optimizer's tensors shows."""
         trials: list[Trial] = []
         for spans in self.spans():
-            trial = Trial(make_double(), [cut(start, span) for start, span in zip(self.starts, spans, strict=True)])
+            trial = Trial(make_copy(), [cut(start, span) for start, span in zip(self.starts, spans, strict=True)])
             # A step that goes by the place in a group (decay by layer, a list of options) would take another's.
             trial.optimizer.param_groups[0]["params"] = trial.params[:: 1 if not trials else -1]
             for grads in whole.grads:
@@ -187,12 +186,12 @@ class Problem:
             trials.append(trial)
         return trials
 
-    def rerun_alone(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
-        """Takes as many steps with the same gradients of the same tensors, each by an optimizer of its own, as plain
-        tensors, which is what owners step."""
+    def rerun_alone(self, make_copy: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
+        """Repeats the steps with the same gradients on the same tensors, each in an optimizer of its own, as plain
+        tensors like those that owners step."""
         trials = []
         for number, start in enumerate(self.starts):
-            trial = Trial(make_double(), [start.clone()])
+            trial = Trial(make_copy(), [start.clone()])
             trial.optimizer.param_groups[0]["params"] = list(trial.params)
             for grads in whole.grads:
                 trial.step([grads[number]])
@@ -207,17 +206,6 @@ class Problem:
         return [list(spans) for spans in zip(*by_tensor, strict=True)]
 
 
-def with_arithmetic(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that torch computes in: it has no sums of 8-bit floats."""
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
-
-
-def distances(a: Tensor, b: Tensor) -> Tensor:
-    """Returns how far elements are apart: 0 for two NaNs and for equal infinities, as of a state that overflows."""
-    a, b = with_arithmetic(a), with_arithmetic(b)
-    return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
-
-
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
@@ -227,51 +215,49 @@ def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
     return tensor.reshape(-1)[slice(*span)].clone()
 
 
-def copy_of_attributes(
-    optimizer: torch.optim.Optimizer, copied: Callable[[Any], Any], left_out: Collection[str]
+def copy_attributes(
+    optimizer: torch.optim.Optimizer, copy: Callable[[Any], Any], left_out: Collection[str]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class with ``copied`` attributes. A hook counts, logs or profiles real calls: none."""
+    """Returns an optimizer of the same class with copied attributes, but no hooks: these count, log or profile real
+    calls."""
     # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
-    double = object.__new__(type(optimizer))
+    copied = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
-            double.__dict__[name] = collections.OrderedDict()
+            copied.__dict__[name] = collections.OrderedDict()
         elif name not in left_out:
-            double.__dict__[name] = copied(value)
-    return double
+            copied.__dict__[name] = copy(value)
+    return copied
 
 
-def double_of(
+def copy_optimizer(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     lr: float | None = None,
     arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
 ) -> torch.optim.Optimizer:
-    """An optimizer like the given one, with one group like the given one, of no tensors, and no state.
+    """Returns an optimizer like the given one, with one group like the given one, of no tensors, and no state.
 
-    Its hooks and wrapped ``step`` stay behind.
-
-    Args:
-        lr: instead of the group's own, if it has one.
-        arguments: what its ``step`` is to be called with.
+    It has neither the hooks nor a wrapper of ``step``. ``lr`` replaces the group's own, if it has one; its ``step``
+    is called with ``arguments``.
     """
-    memo: dict[int, Any] = {}
-    double = copy_of_attributes(optimizer, lambda value: own(value, memo), ("step", "state", "param_groups"))
-    double.state = collections.defaultdict(dict)
-    options = {name: own(value, memo) for name, value in group.items() if name != "params"}
-    # In place of a tensor goes a tensor: an optimizer may be capturable, and asks for one.
+    copier = Copier()
+    copied = copy_attributes(optimizer, copier.copy, ("step", "state", "param_groups"))
+    copied.state = collections.defaultdict(dict)
+    options = {name: copier.copy(value) for name, value in group.items() if name != "params"}
+    # A tensor replaces a tensor: a capturable optimizer asks for one.
     if lr is not None and isinstance(before := options.get("lr"), Tensor | float | int):
         options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
-    double.param_groups = [{**options, "params": []}]
-    enter_training(double)
+    copied.param_groups = [{**options, "params": []}]
+    enter_training(copied)
     if arguments:
-        args, kwargs = own([list(arguments.args), dict(arguments.kwargs)])
-        double.step = functools.partial(double.step, *args, **kwargs)  # type: ignore[method-assign, assignment]
-    return double
+        args, kwargs = Copier().copy([list(arguments.args), dict(arguments.kwargs)])
+        copied.step = functools.partial(copied.step, *args, **kwargs)  # type: ignore[method-assign, assignment]
+    return copied
 
 
 class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
-    """The state of an optimizer of which each tensor has some before its first step."""
+    """The state of an optimizer whose tensors have state before their first step."""
 
     def __init__(self, param: Tensor | None, values: Mapping[str, Any]) -> None:
         super().__init__(dict)
@@ -279,8 +265,10 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
-        """Makes it as the optimizer's constructor does, else as it is kept for the first tensor of a group. What has
-        the tensor's shape has one value everywhere, since other tensors have other elements."""
+        """Makes it as the optimizer's constructor does, otherwise as it is kept for the first tensor of a group.
+
+        State of the tensor's shape gets one value everywhere, since other tensors have other elements.
+        """
         fresh = Parameter(torch.zeros(2, 2, device="cpu"))
         for param in group["params"]:
             # The first that has some: others may have joined later, without any.
@@ -289,13 +277,13 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
                 # beside a sum that has grown, gradients move nothing and a coupling hides
                 if (made := _state_at_construction(optimizer, group, fresh)).keys() == values.keys():
                     return cls(fresh, made)
-                if param.numel() > 1:  # of one element, nobody knows which has its shape
+                if param.numel() > 1:  # a single element has the shape of a counter
                     return cls(param, values)
         # A wrapped optimizer keeps state by shards, which are not in its groups between steps.
         return cls(fresh, _state_at_construction(optimizer, group, fresh)) if optimizer.state else cls(None, {})
 
     def copy(self) -> StateAtStart:
-        """The same for another trial: no tensor has its state yet."""
+        """Returns the same for another trial, in which no tensor has its state yet."""
         return StateAtStart(self._param, self._values)
 
     def __missing__(self, tensor: Tensor) -> dict[str, Any]:
@@ -308,7 +296,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
             # State in the weight's dtype follows the trial's; one with a dtype of its own keeps it.
             dtype = tensor.dtype if value.dtype == param.dtype else value.dtype
             return torch.full_like(tensor, value.flatten()[0].item(), dtype=dtype)
-        return own(value)
+        return Copier().copy(value)
 
 
 def _state_at_construction(
@@ -317,71 +305,23 @@ def _state_at_construction(
     """The state that the optimizer's class makes for a parameter under a group's options; none if it asks for more."""
     try:
         names = inspect.signature(type(optimizer)).parameters.keys() & (group.keys() - {"params"})
-        another = type(optimizer)([param], **{name: own(group[name]) for name in names})
+        another = type(optimizer)([param], **{name: Copier().copy(group[name]) for name in names})
     except Exception:  # noqa: BLE001 - whatever an unknown constructor raises, there is other state to try with
         return {}
     return dict(another.state.get(param, {}))
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
-    """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
-    evaluation refuses to step."""
+    """Calls ``train()`` if the optimizer has modes, as Schedule-Free has: one that begins in evaluation refuses to
+    step."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
 
 
-def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of what a step may change in place: tensors, containers and plain objects; not modules, nor parameters."""
-    memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
-    copied: Any = value
-    # Shared: copying these would copy the model, and calling a copied function calls the user's all the same.
-    if isinstance(value, Parameter | torch.nn.Module | torch.optim.Optimizer | type) or callable(value):
-        return value
-    if isinstance(value, Tensor):
-        copied = value.detach().clone()
-    elif isinstance(value, dict):
-        copied = memo[id(value)] = copy.copy(value)  # of its class
-        for key, item in value.items():
-            copied[key] = own(item, memo)
-    elif isinstance(value, list | set):
-        copied = type(value)(own(item, memo) for item in value)
-    elif hasattr(value, "__dict__") and not is_generator(value):
-        try:
-            copied = memo[id(value)] = copy.copy(value)
-        except Exception:  # noqa: BLE001 - what cannot be copied is shared: a group, a file, a lock
-            return value
-        if copied is not value:
-            vars(copied).update({name: own(item, memo) for name, item in vars(value).items()})
-    memo[id(value)] = copied
-    return copied
-
-
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses, keys of dictionaries too. Not in other objects: one may lead to
-    everything that a program has."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        items = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    if id(value) not in seen:  # one may hold itself
-        seen.add(id(value))
-        for item in items:
-            yield from tensors_in(item, seen)
-
-
 def values_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Names in words and values of what a copy keeps beside the state of tensors."""
+    """Yields the names in words and the values of everything that a copy keeps beside the state of tensors."""
     (group,) = optimizer.param_groups
     yield from ((f"entry {name!r} of its group", value) for name, value in group.items() if name != "params")
-    own_names = [name for name in optimizer.__dict__ if name not in ("step", "state", "param_groups")]
-    yield from ((f"its attribute {name!r}", optimizer.__dict__[name]) for name in own_names)
+    attributes = [name for name in optimizer.__dict__ if name not in ("step", "state", "param_groups")]
+    yield from ((f"its attribute {name!r}", optimizer.__dict__[name]) for name in attributes)
     yield from ((f"state {key!r}", value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))

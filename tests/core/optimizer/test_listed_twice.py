@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megastrategy import GradScaler
-from megastrategy.core.trials.elementwise import equal
+from megastrategy.core.trials import equal
 from tests.support.gradients import batch
 from tests.support.optimizers import Lamb
 from tests.support.programs import Trainee, assert_like_torch_ddp, run_program

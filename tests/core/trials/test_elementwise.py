@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.trials.elementwise import Findings, why_not_main_params
+from megastrategy.core.trials import NotForShardsError, check_main_param_steps
+from megastrategy.core.trials.elementwise import Findings
 from megastrategy.core.trials.per_parameter import PerParameterProbe
 from megastrategy.core.trials.probe import probe
 from tests.core.properties.test_parity import OPTIMIZERS
@@ -49,7 +50,11 @@ class SignSGD(torch.optim.Optimizer):
 @pytest.fixture(autouse=True)
 def only_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether whole parameters would do is the question of test_per_parameter.py."""
-    monkeypatch.setattr(PerParameterProbe, "findings", lambda self: Findings("that is not tried here"))
+
+    def refuse(probe: PerParameterProbe) -> Findings:
+        raise NotForShardsError("that is not tried here")
+
+    monkeypatch.setattr(PerParameterProbe, "findings", refuse)
 
 
 def params() -> list[Tensor]:
@@ -181,7 +186,9 @@ def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> No
     own = [torch.nn.Parameter(torch.ones(4, 4))]
     own[0].grad = torch.ones(4, 4)
     optimizer = optimizers.LookAhead(torch.optim.SGD(own, lr=0.1))
-    for reason in (probe(optimizer, CPU, torch.float32).reason, why_not_main_params(optimizer)):
+    with pytest.raises(NotForShardsError) as refused:
+        check_main_param_steps(optimizer)
+    for reason in (probe(optimizer, CPU, torch.float32).reason, refused.value):
         assert "another optimizer, its attribute 'base'" in str(reason)
         assert "Use that SGD itself" in str(reason)
     assert bool((own[0] == 1).all())
@@ -260,24 +267,25 @@ def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
 
 @pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsOwn])
 def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
-    assert why_not_main_params(kind(params())) is None
+    check_main_param_steps(kind(params()))
 
 
 def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
-    assert why_not_main_params(optimizers.NeedsClosure(params())) is not None
+    with pytest.raises(NotForShardsError, match="closure would read the 16-bit weights"):
+        check_main_param_steps(optimizers.NeedsClosure(params()))
 
 
 def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
     """Which wraps ``step``, in a function that has another signature."""
     optimizer = torch.optim.SGD(params(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert why_not_main_params(optimizer) is None
+    check_main_param_steps(optimizer)
 
 
 def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
     """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
     assert probe(optimizers.Averaging(params()), CPU, torch.float32).reason is None
-    assert why_not_main_params(optimizers.Averaging(params())) is None
+    check_main_param_steps(optimizers.Averaging(params()))
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megastrategy.core.trials.method_trial import try_call
-from megastrategy.core.trials.optimizer_double import Call
+from megastrategy.core.trials.optimizer_copy import Call
 from megastrategy.core.trials.probe import probe
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megastrategy.core.trials import Call, NotForShardsError
 from megastrategy.core.trials.method_trial import Effect, try_call
-from megastrategy.core.trials.optimizer_double import Call, NotForShardsError
 from tests.support.optimizers_with_methods import Lookahead, Methods, ScheduleFree
 
 CPU = torch.device("cpu")

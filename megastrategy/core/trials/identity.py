@@ -1,10 +1,11 @@
-"""Does an optimizer know its parameters by more than their place in a group's update? Other tensors are stepped then.
+"""Tests whether an optimizer needs the model's own Parameter objects, in whose place other tensors are stepped.
 
-[Note: parameters that are known]
+[Note: why an optimizer needs the Parameter objects]
 Shards, whole parameters at their owners and main params are other tensors than the model's Parameters. A step that
-looks one up by its ``id()`` or as a key, asks it for an attribute that somebody gave it, or for its class, finds
-nothing, takes a default, and trains another way. Trials cannot show it, since their tensors are strangers to it too.
-So it is looked for: in what the optimizer keeps, and by a step of a tensor that notes what it is asked for.
+looks one up by its ``id()`` or as a key, asks it for an attribute that user code has set, or for its class, finds
+nothing, takes a default, and trains another way. Trials cannot show it, since their tensors are unknown to it too.
+So it is looked for: in the optimizer's attributes and groups, and by a step of a tensor that records the attributes
+that it is asked for.
 """
 
 from __future__ import annotations
@@ -19,35 +20,41 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from .isolation import Isolation
-from .trial import double_of
+from .trial import copy_optimizer
+from .values import NotForShardsError
 
 
-def why_not_others(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why other tensors cannot be stepped in the place of its parameters, in words; None if they can."""
+def check_identity(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that other tensors can be stepped in the place of the optimizer's parameters.
+
+    Raises:
+        NotForShardsError: if they cannot; see [Note: why an optimizer needs the Parameter objects].
+    """
     if type(optimizer).__module__.startswith("torch.optim."):
-        return None  # its steps ask for nothing of the kind, whatever somebody notes at the object
+        return  # its steps ask for nothing of the kind, whatever attributes the parameters have
     by_id = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     for name, value in _kept(optimizer):
         if any(_is_known(found, by_id) for found in _found_in(value)):
-            return (
+            raise NotForShardsError(
                 f"{name} tells its parameters apart as objects (their id(), a key, or a module that has them), and "
                 "other tensors are stepped in their place"
             )
     for group in optimizer.param_groups:
         # one that waits for its gather has another class meanwhile
         kinds = {getattr(type(param), "_plain", type(param)) for param in group["params"]} - {Tensor, Parameter}
-        # Of a tensor-parallel parameter this rank's part is stepped, which is a plain tensor for whoever asks.
+        # Of a tensor-parallel parameter this rank's part is stepped, which is a plain tensor.
         if kinds := {kind for kind in kinds if not kind.__module__.startswith("torch.distributed.tensor")}:
             name = min(kind.__name__ for kind in kinds)
-            return f"parameters of class {name} are among its own, and plain tensors are stepped in their place"
+            raise NotForShardsError(
+                f"parameters of class {name} are among its own, and plain tensors are stepped in their place"
+            )
         given = {name for param in group["params"] for name in vars(param)}
         # nearly never: only then is a step made to see what it asks for
         if given and (asked := sorted(given & _asked_for(optimizer, group))):
-            return (
+            raise NotForShardsError(
                 f"its step() asks parameters for {asked[0]!r}, an attribute that some have, and other tensors are "
                 "stepped in their place. Make it an option of a parameter group"
             )
-    return None
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -59,8 +66,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _found_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields all that may stand for a parameter: keys, members of sets, whole numbers and modules, in containers and in
-    one plain object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
+    """Yields what may identify a parameter: keys, members of sets, whole numbers and modules, in containers and in one
+    plain object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
     if depth == 0:
         return
     if isinstance(value, Mapping):
@@ -86,11 +93,11 @@ def _is_known(found: Any, by_id: Mapping[int, Tensor]) -> bool:
 
 
 def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """The names of attributes that a step asks a tensor for, of those that tensors do not have."""
+    """Returns the names of attributes that a step asks a tensor for and that tensors do not have."""
     names = set[str]()
 
     class Asked(Tensor):
-        """Notes what it is asked for in vain."""
+        """Records the attributes that it is asked for and does not have."""
 
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -103,7 +110,7 @@ def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[s
     param.grad = torch.ones(6, 10, device=like.device)
     # Whatever an unknown optimizer raises on such a tensor, the other trials have plain ones; names up to there count.
     with Isolation(optimizer, like.device).open(), contextlib.suppress(Exception):
-        double = double_of(optimizer, group)
-        double.param_groups[0]["params"] = [param]
-        double.step()
+        copied = copy_optimizer(optimizer, group)
+        copied.param_groups[0]["params"] = [param]
+        copied.step()
     return names

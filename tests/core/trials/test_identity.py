@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
-from megastrategy.core.trials.elementwise import why_not_main_params
+from megastrategy.core.trials import NotForShardsError, check_main_param_steps
 from megastrategy.core.trials.probe import probe
 from tests.support.models import two_layers
 from tests.support.optimizers import Simple
@@ -101,8 +101,9 @@ def test_it_is_refused_at_wrap_with_the_way_out(kind: Callable[..., Any]) -> Non
 @KNOWN
 def test_fp32_main_params_are_other_tensors_too(kind: Callable[..., Any]) -> None:
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(4, 4))]
-    assert why_not_main_params(kind(params)) is None
-    assert "in their place" in str(why_not_main_params(kind(params, params[1])))
+    check_main_param_steps(kind(params))
+    with pytest.raises(NotForShardsError, match="in their place"):
+        check_main_param_steps(kind(params, params[1]))
 
 
 @KNOWN
