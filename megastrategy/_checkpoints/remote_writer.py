@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..core import EXTRA_FILE, MARKER, RemoteDirectory, describe_missing_part, extra_name, own_prefix
+from ..core import EXTRA_FILE, MARKER, RemoteDirectory, describe_missing_file, extra_name, save_prefix
 
 
 class RemoteWriter(FsspecWriter):
@@ -48,7 +48,7 @@ class RemoteWriter(FsspecWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives the parts of all ranks names that no other save has. On rank 0 alone, whose id it is."""
         plans = super().prepare_global_plan(plans)
-        names = [own_prefix(self.save_id) + plan.storage_data.prefix for plan in plans]
+        names = [save_prefix(self.save_id) + plan.storage_data.prefix for plan in plans]
         return [
             dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, prefix=name))
             for plan, name in zip(plans, names, strict=True)
@@ -63,7 +63,7 @@ class RemoteWriter(FsspecWriter):
         directory = self._directory
         places = [result.storage_data for of_rank in results for result in of_rank]
         # Of a rank that reaches another store, or of another credential's view of it, nobody else would know.
-        if missing := describe_missing_part(places, directory.size_of()):
+        if missing := describe_missing_file(places, directory.size_of()):
             raise FileNotFoundError(
                 f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "
                 "is each process's own"

@@ -10,11 +10,11 @@ from .checkpoint import (
     Directory,
     OpenDirectory,
     RemoteDirectory,
-    describe_hole,
-    describe_missing_part,
+    describe_missing_elements,
+    describe_missing_file,
     extra_name,
     is_directory_checkpoint,
-    own_prefix,
+    save_prefix,
 )
 from .collectives import (
     Collectives,
@@ -53,7 +53,7 @@ from .module import (
     replace_meta,
 )
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
-from .shards import REMAINDER, gather_whole, number_params, to_host
+from .shards import REMAINDER, gather_states, number_params, to_host
 from .sync import DeferredBatch, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_ATTRIBUTES,
@@ -105,14 +105,14 @@ __all__ = [
     "combine_listeners",
     "config_from_arguments",
     "cut_state",
-    "describe_hole",
-    "describe_missing_part",
+    "describe_missing_elements",
+    "describe_missing_file",
     "describe_translation",
     "describe_unreduced",
     "dtensors_of",
     "extra_name",
     "field_names",
-    "gather_whole",
+    "gather_states",
     "host_collectives",
     "is_directory_checkpoint",
     "join_norm",
@@ -124,10 +124,10 @@ __all__ = [
     "names_elsewhere",
     "norms_over_owners",
     "number_params",
-    "own_prefix",
     "private_group",
     "refuse_function",
     "replace_meta",
+    "save_prefix",
     "scale_to_norm_",
     "subgroup",
     "to_host",

@@ -6,7 +6,7 @@ and whole parameters that it owns; at any other time they hold the model's Param
 freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
 is the face shown to the framework; everything it knows is in one :class:`~.sharded_optimizer.ShardedOptimizer`, since
 frameworks copy an optimizer's ``__dict__`` into wrappers of their own. When the model was closed the user's optimizer
-is one of torch's own again (given_back's [Note: when an optimizer is given back]), and the face calls it.
+is one of torch's own again (plain_optimizer's [Note: what close() does to an optimizer]), and the face calls it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .engine import full_grad
 from .errors import OptimizerNotShardableError
 from .events import profiler_range
 from .optimizer import (
+    GuardedState,
     ShardedOptimizer,
-    ShownState,
     StateOfCopy,
     as_listed,
     check_main_params,
@@ -53,12 +53,12 @@ from .optimizer import (
     norm_of_grads,
     not_shardable,
     num_zeros,
-    own_state_of,
     owned_grads,
     param_norm,
     same,
     save_with_hooks,
     take_back,
+    unguarded_state,
 )
 from .shards import MAIN_PARAMS, STATE, Gather, to_host
 from .sync import check_finite, scale_to_norm_, unscale_grads_
@@ -154,18 +154,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The user's optimizer's state. Where it is keyed by this rank's shards, a look-up by one of the model's
-        Parameters raises :class:`~.errors.DirectUseError`; see shown_state's [Note: state that nobody misses in
-        silence]."""
+        Parameters raises :class:`~.errors.DirectUseError`; see guarded_state's
+        [Note: why a look-up by a Parameter raises]."""
         shard_set = self._impl.shard_set
         shard_set.states.split()
         state = shard_set.inner.state
-        return ShownState(state, shard_set.why_no_state) if shard_set.has_shards else state
+        return GuardedState(state, shard_set.why_no_state) if shard_set.has_shards else state
 
     @state.setter
     def state(self, state: Any) -> None:
         """Loops that start anew assign an empty one."""
         shard_set = self._impl.shard_set
-        state = own_state_of(state, shard_set.why_no_state)
+        state = unguarded_state(state, shard_set.why_no_state)
         shard_set.states.split(replace=True)
         shard_set.inner.state = state
         shard_set.keep_loaded()
@@ -290,7 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         shard_set = self._impl.shard_set
         shard_set.engine.zero_grads(shard_set.param_indices(), set_to_none=set_to_none)
-        shard_set.strangers.zero(set_to_none)
+        shard_set.extra_params.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
@@ -307,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             engine.collectives.wait_for_device(engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_([*as_listed(shard_set, grads), *shard_set.strangers.grads()], norm, max_norm)
+            scale_to_norm_([*as_listed(shard_set, grads), *shard_set.extra_params.grads()], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -317,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._impl.finish_grads()
         shard_set = self._impl.shard_set
-        grads = [*owned_grads(shard_set).values(), *shard_set.strangers.grads()]
+        grads = [*owned_grads(shard_set).values(), *shard_set.extra_params.grads()]
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
@@ -349,8 +349,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._impl.finish_grads()
         engine, shard_set = self._impl.engine, self._impl.shard_set
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
-        agreeing = engine.collectives if shard_set.strangers.params else shard_set.owner_collectives
-        grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.strangers.grads()]
+        agreeing = engine.collectives if shard_set.extra_params.params else shard_set.owner_collectives
+        grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.extra_params.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, engine.device)
         for ranks in engine.model_parallel.collectives:
             ranks.all_reduce_max(found_inf).wait()
@@ -382,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.inner.param_groups.pop()
             raise
         impl.engine.include_trainable()
-        impl.shard_set.follow_model()
+        impl.shard_set.add_new_params()
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
@@ -465,7 +465,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def of_parts() -> dict[str, Tensor] | None:
             gather = self._gather(MAIN_PARAMS)
-            found = shard_set.full_main_params(gather) | to_host(shard_set.main_params_to_come)
+            found = shard_set.full_main_params(gather) | to_host(shard_set.pending_main_params)
             return found if gather is None or gather.is_root else None
 
         return whole_main_params(shard_set, of_parts)
@@ -474,7 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether some rank has main params. Collective over a pipeline's ranks."""
         shard_set, layout = self._impl.shard_set, self._impl.engine.layout
         apart = map(layout.has_separate_main, range(len(layout.params)))
-        return has_main_params(shard_set, bool(shard_set.main_params_to_come) or any(apart))
+        return has_main_params(shard_set, bool(shard_set.pending_main_params) or any(apart))
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
@@ -510,7 +510,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return read_state(self._impl.shard_set, open_directory(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
-        """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""
+        """Makes one of the user's class; see optimizer_copies' [Note: copies and pickles of an optimizer]."""
         return copy.copy(self._impl.inner)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..core import (
     ModelGroup,
     StagedModule,
     cut_state,
-    gather_whole,
+    gather_states,
     make_collectives,
     materialise,
     private_group,
@@ -374,7 +374,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
         key: (pipeline.layer_of(key.removeprefix(prefix)), i, key) for i, key in enumerate(state) if key not in outside
     }
     own = {place: {"": state[key]} for key, place in places.items()}
-    found = dict(gather_whole(own, pipeline._ranks.host, torch.device("cpu")))
+    found = dict(gather_states(own, pipeline._ranks.host, torch.device("cpu")))
     # What lies outside of the layers is the same on all stages.
     in_order = {place[-1]: found[place][""] for place in sorted(found)}
     return outside | in_order if pipeline._ranks.is_rank_zero else {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import REMAINDER, Collectives, GroupState, NamedOptimizer, gather_whole, number_params
+from ..core import REMAINDER, Collectives, GroupState, NamedOptimizer, gather_states, number_params
 from ..errors import CheckpointError
 
 _HOST = torch.device("cpu")
@@ -45,7 +45,7 @@ class StageState(GroupState):
             for number, kept in saved["state"].items()
             if (name := own_names[number]) == self._name_in_model(name)
         }
-        state = dict(gather_whole(own, hosts, _HOST))
+        state = dict(gather_states(own, hosts, _HOST))
         if not hosts.is_rank_zero:
             return {**saved, "state": None}
         groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
@@ -72,7 +72,7 @@ class StageState(GroupState):
 
     def join_main_params(self, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
         own = {name: {_TENSOR: value} for name, value in saved.items() if name == self._saved_name_in_model(name)}
-        found = dict(gather_whole(own, self._ranks.host, _HOST))
+        found = dict(gather_states(own, self._ranks.host, _HOST))
         if not self._ranks.is_rank_zero:
             return None
         return {name: found[name][_TENSOR] for name in sorted(found, key=self._layer_of)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._checkpoints.files import load_file
 from .._checkpoints.not_tensors import NOT_TENSORS
-from ..core import EXTRA_FILE, CheckpointError, describe_hole, is_directory_checkpoint
+from ..core import EXTRA_FILE, CheckpointError, describe_missing_elements, is_directory_checkpoint
 from .foreign import check_readable, describe_file, describe_folder
 from .trusting import directory_reader, load_planner, refusal
 
@@ -224,7 +224,7 @@ def read_metadata(path: Path, trust: bool = False) -> Metadata:
         if not file.is_file() or file.stat().st_size < nbytes:
             state = f"has {file.stat().st_size:,} bytes of {nbytes:,}" if file.is_file() else "is missing"
             raise CheckpointError(f"{path} is not complete: {name} {state}. Copy it again, or use another checkpoint")
-    if hole := describe_hole(metadata):
+    if hole := describe_missing_elements(metadata):
         raise CheckpointError(f"{path} is not complete: {hole}")
     return metadata
 

@@ -179,7 +179,7 @@ class Case:
         shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
         return shards and self.config.optimizer_state_dtype is not None and self.optimizer != "LambWithMoments"
 
-    def keeps_main_bits(self, ranks: int) -> bool:
+    def keeps_low_bits(self, ranks: int) -> bool:
         """Whether of bf16 weights' main params is kept what the weights lack."""
         shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
         return shards and self.config.store_param_remainders and self.optimizer != "LambWithMoments"

@@ -367,7 +367,7 @@ class Emulation(Player):
 
     def with_changes(self, weight: Tensor, main: Tensor) -> Tensor:
         """What a step begins with. A changed weight keeps what it lacked, if that gives a number that rounds to it."""
-        if self.case.keeps_main_bits(self.ranks) and weight.dtype == torch.bfloat16:
+        if self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16:
             lacked = main.view(torch.int32) - main.bfloat16().float().view(torch.int32)
             main = (weight.float().view(torch.int32) + lacked).view(torch.float32)
         return torch.where(weight != main.to(weight.dtype), weight.float(), main)
@@ -421,7 +421,7 @@ class Emulation(Player):
 
     def main_of(self, weight: Tensor, main: Tensor) -> Tensor:
         """What is saved: of what is kept in fp32 the weights' changes are seen in the next step alone."""
-        is_made = self.case.keeps_main_bits(self.ranks) and weight.dtype == torch.bfloat16
+        is_made = self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16
         return self.with_changes(weight, main.detach()) if is_made else main.detach().clone()
 
     def load(self, saved: Saved) -> None:

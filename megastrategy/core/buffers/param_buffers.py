@@ -28,7 +28,7 @@ class ParamBuffers:
     (recurrent_weights' [Note: weights in one chunk]), and every other parameter has one of its own. Where changes are
     sent in their place, ``changes`` has memory for those,
     of the same layout, in which everything is :data:`.wire.NO_CHANGE` but what is on its way. ``bitmaps`` are of
-    this rank's shards, one after the other, where main_bits keeps some. ``restore_params`` gives
+    this rank's shards, one after the other, where low_bits keeps some. ``restore_params`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside
     (``module.double()``).
 
@@ -73,7 +73,7 @@ class ParamBuffers:
                 fill_no_change_(changes)
             self.changes.append(changes)
             bitmap = None
-            if buffer.keeps_main_bits and not self._memory:  # eight elements a byte
+            if buffer.keeps_low_bits and not self._memory:  # eight elements a byte
                 numel = buffer.shard_numel // 8
                 bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
             self.bitmaps.append(bitmap)

@@ -7,7 +7,7 @@ Between backwards: the sums, 1/d of each bucket. In a backward also ``.grad`` of
 autograd's own, and up to ``NUM_STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
 reduced, since activations, at their most when backward begins, have a use for the memory.
 
-[Note: pieces]
+[Note: fragments]
 A bucket holds whole parameters, so one may be many times ``bucket_size``. It is sent in pieces: piece j is the j-th
 slice of every rank's shard, so that each rank receives slice j of its sums, and nobody's shard depends on the pieces.
 The gradients of such a bucket are kept until its last piece is staged.

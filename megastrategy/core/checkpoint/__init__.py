@@ -1,6 +1,6 @@
 """The optimizer's state in torch's formats, gathered from shards and cut into them."""
 
-from .completeness import describe_hole, describe_missing_part
+from .completeness import describe_missing_elements, describe_missing_file
 from .directory_reader import OpenDirectory, is_directory_checkpoint, open_directory
 from .directory_state import read_state, state_to_write
 from .full_state import load_full_state
@@ -14,7 +14,7 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, own_prefix
+from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, save_prefix
 
 __all__ = [
     "EXTRA_FILE",
@@ -24,18 +24,18 @@ __all__ = [
     "RemoteDirectory",
     "as_on_rank_zero",
     "completed_state",
-    "describe_hole",
-    "describe_missing_part",
+    "describe_missing_elements",
+    "describe_missing_file",
     "extra_name",
     "has_main_params",
     "is_directory_checkpoint",
     "load_full_state",
     "open_directory",
-    "own_prefix",
     "parts_of_main_params",
     "parts_of_state",
     "read_state",
     "require_everybody",
+    "save_prefix",
     "state_to_write",
     "whole_main_params",
     "whole_state",

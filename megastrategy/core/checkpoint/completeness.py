@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # see directory_reader
     from torch.distributed.checkpoint.metadata import Metadata
 
 
-def describe_missing_part(places: Iterable[Any], size_of: Callable[[str], int | None]) -> str:
+def describe_missing_file(places: Iterable[Any], size_of: Callable[[str], int | None]) -> str:
     """Says which file of a directory is missing or too short; empty if none.
 
     Args:
@@ -30,7 +30,7 @@ def describe_missing_part(places: Iterable[Any], size_of: Callable[[str], int | 
     return ""
 
 
-def describe_hole(metadata: Metadata) -> str:
+def describe_missing_elements(metadata: Metadata) -> str:
     """Says which tensor is not all in the directory, and why; empty if none.
 
     A part that one rank saves without the others is alone in its directory. The format has no word for that, and its

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..module import dtensors_of, empty_like_part
-from .completeness import describe_hole, describe_missing_part
+from .completeness import describe_missing_elements, describe_missing_file
 from .remote_directory import MARKER, Directory, RemoteDirectory, directory_at
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
@@ -59,7 +59,7 @@ class OpenDirectory:
         """
         try:
             metadata = self._reader().read_metadata()
-            missing = describe_missing_part(metadata.storage_data.values(), self._sizes())
+            missing = describe_missing_file(metadata.storage_data.values(), self._sizes())
         # Whatever a broken pickle raises, down to AttributeError and EOFError, and a store's client.
         except Exception as error:
             raise CheckpointError(
@@ -67,7 +67,7 @@ class OpenDirectory:
             ) from error
         if missing:
             raise CheckpointError(f"{self} is not complete: {missing}. Resume from another checkpoint")
-        if hole := describe_hole(metadata):
+        if hole := describe_missing_elements(metadata):
             raise CheckpointError(f"{self} is not complete: {hole}")
         return metadata
 

@@ -48,12 +48,12 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
     engine.collectives.wait_for_device(engine.device, "all-gather")
     shard_set.states.split()
     is_first = all(ranks.is_rank_zero for ranks in (engine.collectives, *model.collectives))
-    of_others = set() if is_first else {id(param) for param in shard_set.strangers.params}  # rank 0's are saved
+    of_others = set() if is_first else {id(param) for param in shard_set.extra_params.params}  # rank 0's are saved
     of_others |= {key for key, name in names.items() if model.name_in_model(name) != name}  # the first stage's
     cut = _cut_params(shard_set)
     state, main_params = _tensors_to_write(shard_set, names, of_others, cut)
     groups = groups_as_saved(shard_set.inner, names)
-    for name, value in shard_set.main_params_to_come.items():
+    for name, value in shard_set.pending_main_params.items():
         plain = name.removesuffix(REMAINDER)
         if model.name_in_model(plain) == plain:
             main_params[name] = _placed(value, None, None, cut.get(plain))
@@ -73,7 +73,7 @@ def _tensors_to_write(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """The state by parameter name, and the main params by saved name, without parameters in ``of_others`` (by id)."""
     optimizer, shards, layout = shard_set.inner, shard_set.shards, shard_set.layout
-    params_by_id, known = shard_set.followed_by_id, shard_set.states.element_names
+    params_by_id, known = shard_set.sharded_by_id, shard_set.states.element_names
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     # None where another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
@@ -125,7 +125,7 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
         directory.path,
         set(names.values()),
         model.names_elsewhere.difference(names.values()),
-        {names[id_]: index for id_, index in shard_set.followed_by_id.items() if id_ in names},
+        {names[id_]: index for id_, index in shard_set.sharded_by_id.items() if id_ in names},
         per_element_keys(_sizes_of_state(directory.metadata, key), shard_set.states.element_names),
         _cut_params(shard_set),
     )

@@ -35,7 +35,7 @@ def load_full_state(shard_set: ShardSet, state_dict: Mapping[str, Any]) -> None:
         of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
         per_element = per_element_keys(of_params, shard_set.states.element_names)
     params_by_id, numbers = (
-        shard_set.followed_by_id,
+        shard_set.sharded_by_id,
         {
             id(param): number
             for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -67,7 +67,7 @@ def load_state(
         others: state of no parameter.
     """
     optimizer, shards = shard_set.inner, shard_set.shards
-    params_by_id = shard_set.followed_by_id if shard_set.has_shards else {}
+    params_by_id = shard_set.sharded_by_id if shard_set.has_shards else {}
     shard_set.states.split(replace=True)
     state: dict[int, dict[str, Any]] = {}
     on_host: dict[int, dict[str, Tensor]] = {}
@@ -79,7 +79,7 @@ def load_state(
             index = params_by_id.get(id(param))
             if index is None or index in shards:  # else all of it is another rank's
                 if values := values_of(param):
-                    names = shard_set.states.stays_here(shards[index], values) if index is not None else ()
+                    names = shard_set.states.names_kept_on_host(shards[index], values) if index is not None else ()
                     on_host[count] = {name: values[name] for name in names}
                     # Of no elements: torch chooses the dtype, and moves nothing.
                     state[count] = values | {name: value.new_empty(0) for name, value in on_host[count].items()}

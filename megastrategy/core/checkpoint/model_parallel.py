@@ -45,7 +45,7 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
     # Plain: what becomes of it, a copy, a file, a value of another container, must not matter when it is loaded; see
     # completed_state.
     if saved["state"] is None:
-        own = () if others else impl.strangers.params
+        own = () if others else impl.extra_params.params
         saved = {**saved, "state": state_by_number(impl.inner, own)}
     return saved
 
@@ -97,7 +97,7 @@ def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     Raises:
         NotOnAllRanksError, CheckpointError: as :func:`as_on_rank_zero`.
     """
-    state, extra = saved["state"], set(map(id, impl.strangers.params))
+    state, extra = saved["state"], set(map(id, impl.extra_params.params))
     params = _params_by_number(impl, saved) if extra else {}
     own = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
     is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.model_parallel.collectives, impl.engine.collectives))

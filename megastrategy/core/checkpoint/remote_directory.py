@@ -35,7 +35,7 @@ _OWN = re.compile(r"\.metadata|meta(-[0-9a-f]{8})?\.pt|([0-9a-f]{8})?__\d+_\d+\.
 """The names of everything that is in a directory, as this package or another user of that library writes it."""
 
 
-def own_prefix(save_id: str) -> str:
+def save_prefix(save_id: str) -> str:
     """Returns the beginning of the names of parts that belong to one save."""
     return save_id[:8]
 
@@ -44,7 +44,7 @@ def extra_name(metadata: Any) -> str:
     """Returns the name of the object that ``EXTRA_FILE`` is a copy of, if this package wrote the directory there."""
     # Torch's metadata had no id once.
     save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-    return f"meta-{own_prefix(save_id or '00000000')}.pt"
+    return f"meta-{save_prefix(save_id or '00000000')}.pt"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -492,7 +492,7 @@ class Engine:
     def close(self, give_back: GiveBack) -> None:
         """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None.
 
-        ``give_back``: which optimizers; see given_back's [Note: when an optimizer is given back].
+        ``give_back``: which optimizers; see plain_optimizer's [Note: what close() does to an optimizer].
         """
         self.is_closed = True
         try:

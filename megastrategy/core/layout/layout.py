@@ -133,7 +133,7 @@ class Buffer:
     own, to which each reduction adds; otherwise the sums replace the gradients in the buffer. Gradients are sent in
     ``grad_wire_dtype``, changes of weights in ``param_wire_dtype`` (None where weights are sent themselves); int8
     stands for blocks (wire's [Note: blocks]). ``sent_..._nbytes(n)`` is the size of n elements on the wire.
-    ``keeps_main_bits``: see main_bits' [Note: what weights lack].
+    ``keeps_low_bits``: see low_bits' [Note: the low bits of main params].
     """
 
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class Buffer:
     has_separate_sums: bool
     grad_wire_dtype: torch.dtype
     param_wire_dtype: torch.dtype | None
-    keeps_main_bits: bool = False
+    keeps_low_bits: bool = False
 
     @property
     def staging_dtype(self) -> torch.dtype:
@@ -234,7 +234,7 @@ class BufferLayout:
         return self.piece_numel is not None
 
     def sends_weight_changes(self, param: int) -> bool:
-        """Whether weights are sent as rounded changes; see param_shard's [Note: remainders]."""
+        """Whether weights are sent as rounded changes; see param_shard's [Note: remainders of sent changes]."""
         return self.buffers[self.slots[param].buffer].param_wire_dtype is not None
 
     def has_separate_main(self, param: int) -> bool:
@@ -244,7 +244,7 @@ class BufferLayout:
     @property
     def steps_in_slices(self) -> bool:
         """Whether what optimizers step, or the state of it, is made for the step; see state_storage's note."""
-        keeps_bits = any(buffer.keeps_main_bits for buffer in self.buffers)
+        keeps_bits = any(buffer.keeps_low_bits for buffer in self.buffers)
         return self.state_dtype is not None or self.offloads_state or keeps_bits
 
     @property

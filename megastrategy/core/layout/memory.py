@@ -78,7 +78,7 @@ def memory_use(
             kept_itemsize = layout.state_dtype.itemsize
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if layout.has_separate_main(index) else 0
-        in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
+        in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_low_bits
         state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
         num_kept = _num_kept(state_tensors, index)
         if layout.offloads_state and owner is None:
@@ -87,7 +87,7 @@ def memory_use(
         else:
             state_bytes += kept_itemsize * num_kept * numel
     # The 17th bit of each; padding has one, too.
-    state_bytes += sum(b.shard_numel // 8 for b in layout.buffers if b.keeps_main_bits)
+    state_bytes += sum(b.shard_numel // 8 for b in layout.buffers if b.keeps_low_bits)
     host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
@@ -199,7 +199,7 @@ def describe_setup(
 
 def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     lines = []
-    if any(buffer.keeps_main_bits for buffer in layout.buffers):
+    if any(buffer.keeps_low_bits for buffer in layout.buffers):
         lines.append("  of bfloat16 weights' main params is kept what the weights lack, 17 bits an element")
     if layout.state_dtype is not None:
         lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")

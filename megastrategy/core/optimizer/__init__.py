@@ -3,21 +3,21 @@
 from .extra_params import describe_unreduced, join_norm
 from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
+from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
 from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .shard_set import ShardSet
 from .sharded_optimizer import ShardedOptimizer
-from .shown_state import ShownState, own_state_of
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
-from .step_watchers import may_see_shards
+from .step_hooks import may_see_shards
 
 __all__ = [
     "GradScaler",
+    "GuardedState",
     "ShardSet",
     "ShardedOptimizer",
-    "ShownState",
     "StateOfCopy",
     "adapt_scaler",
     "as_listed",
@@ -31,11 +31,11 @@ __all__ = [
     "norm_of_grads",
     "not_shardable",
     "num_zeros",
-    "own_state_of",
     "owned_grads",
     "param_norm",
     "same",
     "save_with_hooks",
     "take_back",
+    "unguarded_state",
     "without_state_hooks",
 ]

@@ -1,12 +1,12 @@
-"""Strangers are an optimizer's parameters that the wrapped model has not: a loss's head beside it, a frozen guide.
+"""Optimizer parameters that are not in the wrapped model, for example those of a loss function or of a frozen model.
 
-[Note: strangers]
-Their gradients are not reduced. What the module names in ``_ddp_params_and_buffers_to_ignore`` is among them, and gives
-no warning. Those that never get one need nothing. The others are stepped whole on every rank, each with its own
-gradient, as under torch DDP, where their values part from rank to rank too: one warning names them. Each rank's
-``state_dict`` has its own state of them, and a file rank 0's, as there. A gradient norm has to be one number on all
-ranks, or shards of one parameter would be clipped differently: strangers enter it with the mean over the ranks of their
-norms' powers, which is their norm where their gradients are the same on every rank.
+[Note: parameters that are not the model's]
+Their gradients are not reduced. Parameters that the module names in ``_ddp_params_and_buffers_to_ignore`` are among
+them, and cause no warning. Those that never get a gradient need nothing. The others are stepped on every rank, each
+with its own gradient, as under torch DDP, where their values diverge over ranks too: one warning names them. Each
+rank's ``state_dict`` has its own state of them, and a file rank 0's, as there. A gradient norm has to be one number on
+all ranks, or shards of one parameter would be clipped differently: extra parameters enter it with the mean over the
+ranks of their norms' powers, which is their norm where their gradients are the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from ..module import is_wrapped
 from ..sync import norms_over_owners, total_grad_norm
 
 
-class Strangers:
-    """The strangers of one optimizer; see [Note: strangers].
-
-    Attributes:
-        params: those that :meth:`find` found last.
-    """
+class ExtraParams:
+    """The extra parameters of one optimizer; ``params``: the result of the last :meth:`find`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
         self._engine = engine
-        self._is_told = engine.collectives.size == 1  # where a gradient is whole as it is
+        self._has_warned = engine.collectives.size == 1  # where a gradient is whole as it is
         self._places: list[tuple[int, int]] = []  # group, place in the group
         self._ignored: set[int] = set()  # by id: the module itself asks to leave them to each rank
         self.params: list[Tensor] = []
@@ -52,7 +48,7 @@ class Strangers:
         places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         found = [(n, p) for n, p in places if id(groups[n]["params"][p]) not in known]
         kind = type(self._optimizer).__name__
-        # All of them: almost certainly the optimizer was built before the model was copied, moved or prepared.
+        # None is the model's: almost certainly the optimizer was built before the model was copied, moved or prepared.
         if (
             found
             and len(found) == len(places)
@@ -74,18 +70,18 @@ class Strangers:
         self._places, self.params = found, [groups[n]["params"][p] for n, p in found]
 
     def grads(self) -> list[Tensor]:
-        """This rank's gradients."""
+        """Returns this rank's gradients of them."""
         return [param.grad for param in self.params if param.grad is not None]
 
     def stepped(self) -> list[list[Tensor]]:
-        """Those that have a gradient, by group."""
+        """Returns the extra parameters that have a gradient, by group."""
         stepped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for (number, _), param in zip(self._places, self.params, strict=True):
             stepped[number] += [param] if param.grad is not None else []
         return stepped
 
     def names_by_id(self) -> dict[int, str]:
-        """Names for a directory, where state is kept by name."""
+        """Returns names for a checkpoint directory, where state is kept by name."""
         found = zip(self._places, self.params, strict=True)
         return {id(param): f"not of the model: parameter {place} of group {group}" for (group, place), param in found}
 
@@ -98,15 +94,15 @@ class Strangers:
                 tensor.grad.detach_().zero_()
 
     def join_norm(self, norm: Tensor, norm_type: float, groups: Sequence[Collectives]) -> Tensor:
-        """The norm of the model's gradients and of the strangers' together, as :func:`join_norm`."""
+        """Returns the norm of the model's gradients and of the extra parameters' together; see :func:`join_norm`."""
         return join_norm(norm, self.grads(), norm_type, groups, self._engine.device)
 
     def warn_once(self) -> None:
-        """Names those that have a gradient, on rank 0, before the first step for which any has."""
-        # Before the first gradient nobody knows whether one will come: a frozen guide never gets any.
-        if self._is_told or not self.grads():
+        """Warns on rank 0 about extra parameters with gradients, before the first step for which any has one."""
+        # Not earlier: frozen parameters never get a gradient, and need no warning.
+        if self._has_warned or not self.grads():
             return
-        self._is_told = True
+        self._has_warned = True
         text = describe_unreduced(self._optimizer, self._ignored)
         if text is not None and self._engine.collectives.is_rank_zero:
             warnings.warn(text, stacklevel=2)
@@ -115,11 +111,12 @@ class Strangers:
 def join_norm(
     norm: Tensor, grads: Sequence[Tensor], norm_type: float, groups: Sequence[Collectives], device: torch.device
 ) -> Tensor:
-    """The norm of reduced gradients (a scalar, fp64) and of ``grads``, each rank's own, together: one number on all
-    ranks of the groups. Collective over each."""
+    """Joins the norm of reduced gradients (a scalar, fp64) with that of ``grads``, which differ from rank to rank.
+
+    Returns one number on all ranks of ``groups``. Collective over each.
+    """
     own = total_grad_norm(grads, norm_type, None, device).reshape(1)
     for collectives in groups:
-        # One number on all ranks, though each has its own gradients; [Note: strangers] says which, and why.
         own = norms_over_owners(own, norm_type, collectives)
         own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
     joined: Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1), own]), norm_type)
@@ -127,10 +124,9 @@ def join_norm(
 
 
 def describe_unreduced(optimizer: torch.optim.Optimizer, ignored: Collection[int] = ()) -> str | None:
-    """A warning that names an optimizer's parameters that have a gradient and no wrapped model, without those of these
-    ids; None if there are none.
+    """Returns a warning that names parameters with a gradient that are in no wrapped model; None if there are none.
 
-    Its groups hold the Parameters themselves.
+    ``ignored``: ids of parameters to leave out. The groups hold the Parameters themselves.
     """
     groups = optimizer.param_groups
     places = [
@@ -144,14 +140,14 @@ def describe_unreduced(optimizer: torch.optim.Optimizer, ignored: Collection[int
     named = "; ".join(_describe(groups, place) for place in places[:5]) + ("; ..." if len(places) > 5 else "")
     return (
         f"{len(places)} parameter(s) of this {type(optimizer).__name__} belong to no wrapped model and get gradients, "
-        f"which nobody reduces: {named}. Each rank steps them with its own gradient, so their values part from rank to "
-        "rank, as under torch DDP. Make them part of the module before it is wrapped, or freeze them"
+        f"which are not reduced: {named}. Each rank steps them with its own gradient, so their values differ from "
+        "rank to rank, as under torch DDP. Make them part of the module before it is wrapped, or freeze them"
     )
 
 
 def _describe(groups: list[dict[str, Any]], at: tuple[int, int]) -> str:
     number, place = at
     group = groups[number]
-    names = group.get("param_names")  # of an optimizer that was built on named_parameters()
+    names = group.get("param_names")  # if the optimizer was built on named_parameters()
     name = f" {names[place]!r}" if names else ""
     return f"parameter {place} of group {number}{name}, of shape {tuple(group['params'][place].shape)}"

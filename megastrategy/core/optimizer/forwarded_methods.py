@@ -135,7 +135,7 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
     if moves:
         # One rank alone would gather weights that the others never send, and hang in it.
         engine.collectives.require_all_ranks(f"{name} of a sharded {type(shard_set.inner).__name__}")
-        shard_set.follow_model()
+        shard_set.add_new_params()
     # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
     # not be among what it does it to.
     engine.param_gather.finish()
@@ -184,7 +184,7 @@ def _call_on_main_params(shard_set: ShardSet, call: Call) -> Any:
     """Makes the call where 16-bit parameters are whole on every rank: on their main params, with the gradients."""
     engine = shard_set.engine
     engine.check_open()
-    shard_set.follow_model()
+    shard_set.add_new_params()
     with torch.no_grad(), main_params_with_grads(shard_set) as own:
         result = call(shard_set.inner)
         for shard in own:

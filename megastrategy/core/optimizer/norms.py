@@ -30,20 +30,24 @@ def as_listed(shard_set: ShardSet, grads: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def norm_of_grads(shard_set: ShardSet, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
-    """Returns the norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
-    gradients. Collective."""
+    """Returns the norm over all owners of ``grads``, and of extra parameters. Collective.
+
+    It is a scalar in fp32, or in fp64 if the model has fp64 gradients.
+    """
     listed = as_listed(shard_set, _counted(shard_set, grads))
     norm = total_grad_norm(listed, norm_type, shard_set.owner_collectives, shard_set.engine.device)
     norm = _over_model(shard_set, norm, norm_type)
-    if shard_set.strangers.params:
+    if shard_set.extra_params.params:
         # One number on all ranks among which parameters are divided.
         owners = [shard_set.engine.collectives] if shard_set.sharded else []
-        norm = shard_set.strangers.join_norm(norm, norm_type, [*owners, *shard_set.engine.model_parallel.collectives])
+        norm = shard_set.extra_params.join_norm(
+            norm, norm_type, [*owners, *shard_set.engine.model_parallel.collectives]
+        )
     return _in_norm_dtype(shard_set, norm)
 
 
 def num_zeros(shard_set: ShardSet) -> Tensor:
-    """Returns the number of zeros in the reduced gradients, without strangers'. Collective."""
+    """Returns the number of zeros in the reduced gradients, without extra parameters'. Collective."""
     owners: list[Collectives] = [] if (ranks := shard_set.owner_collectives) is None else [ranks]
     counted, engine = _counted(shard_set, owned_grads(shard_set)), shard_set.engine
     return count_zeros([*counted.values()], [*owners, *engine.model_parallel.collectives], engine.device)
@@ -53,7 +57,7 @@ def param_norm(shard_set: ShardSet, norm_type: float) -> Tensor:
     """Returns the norm of the optimizer's parameters over all owners. Collective."""
     engine = shard_set.engine
     engine.check_open()
-    shard_set.follow_model()
+    shard_set.add_new_params()
     if engine.param_buffers is not None:  # new weights may be on their way, or have been given other memory
         engine.param_gather.finish()
         engine.param_buffers.recapture()
@@ -62,14 +66,16 @@ def param_norm(shard_set: ShardSet, norm_type: float) -> Tensor:
 
 
 def _owned_weights(shard_set: ShardSet) -> list[Tensor]:
-    """The weights of the optimizer's parameters, frozen ones too and without strangers: each element on one of the
-    ranks over which norms are joined. Views."""
+    """The weights of the optimizer's parameters, frozen ones too, without extra parameters. Views.
+
+    Each element is on one of the ranks over which norms are joined.
+    """
     engine, owned = shard_set.engine, list[Tensor]()
-    strangers = {id(param) for param in shard_set.strangers.params}
+    extra_params = {id(param) for param in shard_set.extra_params.params}
     for param in shard_set.params():
-        if id(param) in strangers or not engine.model_parallel.is_counted_here(param):
+        if id(param) in extra_params or not engine.model_parallel.is_counted_here(param):
             continue
-        if shard_set.sharded and (index := shard_set.followed_index(param)) is not None:
+        if shard_set.sharded and (index := shard_set.sharded_index(param)) is not None:
             shard = shard_set.shards.get(index)
             owned += [] if shard is None else [shard.main if shard.weights is None else shard.weights]
         elif not shard_set.sharded or engine.shard_collectives.rank == 0:  # every data-parallel rank has all of it

@@ -1,6 +1,6 @@
 """Copies and pickles of optimizers, made where torch's optimizers can be copied: of a Trainer, a callback, a scheduler.
 
-[Note: what a copy is]
+[Note: copies and pickles of an optimizer]
 A copy of a wrapped model is a plain module, and a copy of a :class:`~megastrategy.DistributedOptimizer` is an optimizer
 of the user's own class. Where every rank steps the Parameters themselves it is the copy that torch makes under DDP:
 parameters, state and groups are its own, and it steps. Where the optimizer has shards or main params a copy has neither

@@ -27,26 +27,26 @@ from ..shards import (
     MAIN_PARAM,
     MAIN_PARAMS,
     STATE,
+    Fragment,
     Gather,
-    MainParamWhenRead,
-    OwnParts,
+    LazyMainParam,
     ParamShard,
-    Piece,
+    StateFragments,
     as_saved,
     cut_shards,
     gather_main_params,
     gather_state_dict,
     groups_as_saved,
     load_main_params,
-    main_params_to_come,
     number_params,
+    pending_main_params,
     shard_state,
     to_host,
 )
 from ..trials import Findings, is_per_element
-from .extra_params import Strangers
-from .given_back import load_as_torchs, remove
+from .extra_params import ExtraParams
 from .main_param_buffer import MainParamBuffer
+from .plain_optimizer import load_as_torchs, remove
 from .shard_states import ShardStates
 from .state_hooks import without_state_hooks
 from .whole_params import WholeParams
@@ -60,10 +60,10 @@ class ShardSet(ShardHolder):
         shards: by parameter (index in the layout): flat shards, and whole parameters that this rank steps.
         states: the state of flat shards.
         whole: the parameters that are stepped whole, each by its owner.
-        strangers: the optimizer's parameters that are not the model's.
+        extra_params: the optimizer's parameters that are not the model's.
         grad_views: the reduced gradients of ``shards``, if it is sharded.
         main_param_buffers: where every rank steps all: main params of 16-bit parameters, with these.
-        main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
+        pending_main_params: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
         hooks: handles of ours on the user's optimizer, which the face registers.
         is_given_back: the state is by Parameter again, and the optimizer one of torch's.
     """
@@ -71,7 +71,7 @@ class ShardSet(ShardHolder):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         self.inner = optimizer
         self.engine = engine
-        self.strangers = Strangers(optimizer, engine)
+        self.extra_params = ExtraParams(optimizer, engine)
         self.check_groups()
         engine.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
@@ -80,14 +80,14 @@ class ShardSet(ShardHolder):
         self.whole = WholeParams(engine, findings)
         self.grad_views: dict[int, Tensor] = {}
         self.main_param_buffers: list[tuple[tuple[int, ...], MainParamBuffer]] = []
-        self.main_params_to_come: dict[str, Tensor] = {}
+        self.pending_main_params: dict[str, Tensor] = {}
         self.hooks: list[Any] = []
         self.is_given_back = False
         self.num_steps_begun = 0
         self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
         self._passing_through = False
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
-        self.follow_model()
+        self.add_new_params()
 
     # --- as the engine sees it ---------------------------------------------------------------------------------------
 
@@ -122,12 +122,12 @@ class ShardSet(ShardHolder):
     # --- parameters --------------------------------------------------------------------------------------------------
 
     @property
-    def followed_by_id(self) -> dict[int, int]:
+    def sharded_by_id(self) -> dict[int, int]:
         """``index_by_id`` without this optimizer's parameters that have no shards yet: their state is whole on every
         rank, like that of frozen ones."""
         if self.is_given_back:
             return {}
-        waiting = self._not_followed()[0] if self.has_shards else {}
+        waiting = self._without_shards()[0] if self.has_shards else {}
         return {key: index for key, index in self.index_by_id.items() if index not in waiting}
 
     @property
@@ -145,8 +145,8 @@ class ShardSet(ShardHolder):
         return self.engine.shard_collectives if self.sharded else None
 
     def names_by_id(self) -> dict[int, str]:
-        """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
-        return {id(param): name for name, param in self.engine.named_params().items()} | self.strangers.names_by_id()
+        """By ``id``, the names of the model's parameters, frozen ones too, and of extra parameters."""
+        return {id(param): name for name, param in self.engine.named_params().items()} | self.extra_params.names_by_id()
 
     def params(self) -> Iterator[Parameter]:
         """The Parameters in the groups, in their order."""
@@ -160,20 +160,20 @@ class ShardSet(ShardHolder):
         """The number of times that each of this optimizer's parameters is in its groups, by the layout's index."""
         return Counter(i for i in map(self.index_by_id.get, map(id, self.params())) if i is not None)
 
-    def followed_index(self, param: Tensor) -> int | None:
+    def sharded_index(self, param: Tensor) -> int | None:
         """The layout's index of a parameter that was given its shards, on whatever ranks; None for any other."""
         index = self.index_by_id.get(id(param))
         return index if index in self._followed and not self.is_given_back else None
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
         """The tensor in its place: this rank's shard, itself if it has no shards, None if all of it is elsewhere."""
-        if (index := self.followed_index(param)) is None:
+        if (index := self.sharded_index(param)) is None:
             return param
         return self.shards[index].main if index in self.shards else None
 
     def why_no_state(self, param: Tensor) -> str | None:
         """Why nothing is kept under one of the model's Parameters, in words; None for one that is stepped itself."""
-        index = self.followed_index(param)
+        index = self.sharded_index(param)
         if index is None or self.stepped_tensor(self.engine.params[index]) is param:
             return None
         return (
@@ -185,14 +185,14 @@ class ShardSet(ShardHolder):
         )
 
     def check_groups(self) -> None:
-        """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
-        self.strangers.find()
+        """Looks for parameters that the model has not; see :meth:`ExtraParams.find`."""
+        self.extra_params.find()
 
     def check_whole_groups(self) -> None:
         """Raises OptimizerNotShardableError if a parameter that is divided was put into a group of whole ones since:
         its shards would be stepped as if they were parameters."""
         for number, group in enumerate(self.inner.param_groups):
-            for index in map(self.followed_index, group["params"] if number in self.whole.groups else ()):
+            for index in map(self.sharded_index, group["params"] if number in self.whole.groups else ()):
                 if index is not None and index not in self.whole.indices:
                     name = self.layout.params[index].name
                     raise OptimizerNotShardableError(
@@ -202,7 +202,7 @@ class ShardSet(ShardHolder):
 
     # --- shards are made ---------------------------------------------------------------------------------------------
 
-    def follow_model(self) -> None:
+    def add_new_params(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
         Collective if there are any.
 
@@ -211,14 +211,14 @@ class ShardSet(ShardHolder):
         """
         if not self.has_shards or self.engine.is_closed:
             return
-        params, whole = self._not_followed()
+        params, whole = self._without_shards()
         self.whole.check(whole, type(self.inner).__name__)
         if whole and self.sharded:
             self.whole.add(whole)
         if params:
             self._follow(params)
 
-    def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
+    def _without_shards(self) -> tuple[dict[int, Parameter], set[int]]:
         """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
         index_by_id, followed = self.index_by_id, self._followed  # asked in each step, for each parameter
         params: dict[int, Parameter] = {}
@@ -244,11 +244,11 @@ class ShardSet(ShardHolder):
                 # What an optimizer made of a DTensor at construction is one, too, and of the whole's shape.
                 state = {name: self.engine.local_parts.local_view(value) for name, value in state.items()}
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, names)
-        to_come = self.main_params_to_come
+        to_come = self.pending_main_params
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._followed.update(params)
         self.keep_loaded(params)
-        self.main_params_to_come = self._main_params_to_come(to_come)
+        self.pending_main_params = self._pending(to_come)
 
     def _add_unsharded(self, params: Mapping[int, Parameter]) -> None:
         specs, mains = self.layout.params, dict[int, Tensor]()
@@ -334,20 +334,20 @@ class ShardSet(ShardHolder):
 
     # --- saved and loaded --------------------------------------------------------------------------------------------
 
-    def own_parts(self, what: str) -> OwnParts:
+    def fragments(self, what: str) -> StateFragments:
         """This rank's parts of a ``what``, STATE or MAIN_PARAMS. Changes nothing."""
         shards, option, apart = dict(self.shards), self.engine.all_reduce_option, self.layout.has_separate_main
         owned = {index: shards.pop(index) for index in self.whole.indices & shards.keys()}
         names, whole = self.states.element_names, dict[int, Mapping[str, Any]]()
         if what == STATE:
             whole |= as_saved(self.inner, {index: shard.main for index, shard in owned.items()}) if owned else {}
-            pieces = self.states.pieces(shards)
+            fragments = self.states.fragments(shards)
         else:
             names = {MAIN_PARAM}
             whole |= {index: {MAIN_PARAM: shard.main} for index, shard in owned.items() if apart(index)}
             with_main = [shards[index] for index in self.param_indices() if index in shards and apart(index)]
-            pieces = [Piece((shard,), shard.numel, MainParamWhenRead(MAIN_PARAM, shard)) for shard in with_main]
-        return OwnParts(pieces, self.layout, option, names, whole if self.whole.indices else None)
+            fragments = [Fragment((shard,), shard.numel, LazyMainParam(MAIN_PARAM, shard)) for shard in with_main]
+        return StateFragments(fragments, self.layout, option, names, whole if self.whole.indices else None)
 
     def full_state(self, gather: Gather | None) -> dict[str, Any]:
         """The state as torch DDP would have saved it; ``state`` is None on ranks that get nothing. Collective over the
@@ -355,12 +355,12 @@ class ShardSet(ShardHolder):
         if gather is None:
             with self.groups_of_shards(), without_state_hooks(self.inner):
                 return self.inner.state_dict()
-        return gather_state_dict(self.inner, self.followed_by_id, self.own_parts(STATE), gather, self.engine.device)
+        return gather_state_dict(self.inner, self.sharded_by_id, self.fragments(STATE), gather, self.engine.device)
 
     def full_main_params(self, gather: Gather | None) -> dict[str, Tensor]:
         """The main params by name, as :meth:`full_state`; empty on ranks that get nothing."""
         cut = [index for index in self.param_indices() if self.is_cut(index)]
-        return gather_main_params(cut, self.own_parts(MAIN_PARAMS), gather, self.engine.device)
+        return gather_main_params(cut, self.fragments(MAIN_PARAMS), gather, self.engine.device)
 
     def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
         """Keeps state that these parameters (None for all) were given as other state of shards is kept."""
@@ -373,22 +373,22 @@ class ShardSet(ShardHolder):
         Raises:
             CheckpointError: if a shape does not fit, before anything is changed.
         """
-        to_come = self._main_params_to_come(main_params)
+        to_come = self._pending(main_params)
         load_main_params(main_params, self.shards, self.layout)
-        self.main_params_to_come = to_come
+        self.pending_main_params = to_come
 
-    def _main_params_to_come(self, main_params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _pending(self, main_params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The main params of parameters (parts) in the groups that have no shards yet."""
         names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
         params, part_of = {id(param): param for param in self.params()}, self.engine.local_parts.local_view
         waiting = {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - followed}
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
-        return main_params_to_come(main_params, waiting, with_remainders=remainders)
+        return pending_main_params(main_params, waiting, with_remainders=remainders)
 
     # --- given back --------------------------------------------------------------------------------------------------
 
     def give_back(self, *, keep_hooks: bool = False) -> None:
-        """See given_back's [Note: when an optimizer is given back]. ``keep_hooks``: one of them is running.
+        """See plain_optimizer's [Note: what close() does to an optimizer]. ``keep_hooks``: one of them is running.
 
         Raises:
             NotOnAllRanksError: if it is sharded, and not all ranks call this; nothing is changed then.
@@ -406,7 +406,7 @@ class ShardSet(ShardHolder):
                 saved = self.full_state(Gather(owners, engine.device, everywhere=True))
                 main_params = self.full_main_params(Gather(owners, engine.device))
             load_as_torchs(inner, saved, engine.local_parts)
-            self.main_params_to_come |= main_params
+            self.pending_main_params |= main_params
             self.is_given_back, self.sharded = True, False
             self._drop_shards()
             engine.release_groups()

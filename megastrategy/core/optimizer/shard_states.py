@@ -2,7 +2,7 @@
 
 Checkpoints, users and moves to another layout see the state of single shards. In a step neighbouring shards are one
 tensor, a run, and so is their state (flat_run's [Note: runs]). With a state storage the state is in neither form while
-it is stepped: see state_storage's [Note: kept state].
+it is stepped: see state_storage's [Note: narrow and offloaded state].
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..engine import Engine
 from ..errors import OptimizerNotShardableError
-from ..shards import CHUNK_NUMEL, FlatRun, ParamShard, Piece, build_runs, own_state
+from ..shards import BLOCK_NUMEL, FlatRun, Fragment, ParamShard, build_runs, unshare_state
 from ..trials import Findings
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from ..shards.state_storage import KeptState
+    from ..shards.state_storage import StateStorage
 
 
 class ShardStates:
@@ -49,32 +49,32 @@ class ShardStates:
         self.group_of: dict[int, int] = {}
         self.times = Counter[int]()
 
-    def _storage(self) -> KeptState | None:
+    def _storage(self) -> StateStorage | None:
         layout = self._engine.layout
         if not layout.steps_in_slices:
             return None
-        if (reason := self.why_not_in_pieces()) is not None:
+        if (reason := self.why_not_in_slices()) is not None:
             raise OptimizerNotShardableError(reason)
-        from ..shards.state_storage import KeptState
+        from ..shards.state_storage import StateStorage
 
-        return KeptState(self._optimizer, layout.state_dtype, self._engine.device, offloads=layout.offloads_state)
+        return StateStorage(self._optimizer, layout.state_dtype, self._engine.device, offloads=layout.offloads_state)
 
-    def why_not_in_pieces(self) -> str | None:
-        """Returns the reason why shards may not be stepped in pieces; None if they may, or need not be."""
+    def why_not_in_slices(self) -> str | None:
+        """Returns the reason why shards may not be stepped in slices; None if they may, or need not be."""
         if not self._engine.layout.steps_in_slices or self.in_parts:
             return None
         return (
             f"{type(self._optimizer).__name__} keeps more than state of tensors (a count of its calls, say), and with "
-            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states it is called for one piece of "
+            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states it is called for one slice of "
             "the shards after the other. Leave these options out"
         )
 
     def learn(self, findings: Findings) -> str | None:
-        """Adds the findings of later trials; returns :meth:`why_not_in_pieces`."""
+        """Adds the findings of later trials; returns :meth:`why_not_in_slices`."""
         assert self.element_names is not None, "sharded"
         self.element_names |= findings.element_names
         self.in_parts = self.in_parts and findings.in_parts
-        return self.why_not_in_pieces()
+        return self.why_not_in_slices()
 
     # --- the two forms -----------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class ShardStates:
             self._build_runs(shards, stepping)
         if not self._is_joined:
             for run in self._runs:
-                run.join_state(state, names, self._chunk_numel(run))
+                run.join_state(state, names, self._block_numel(run))
             self._is_joined = True
         return [run for run in self._runs if run.shards[0].param in stepping]
 
@@ -115,7 +115,7 @@ class ShardStates:
         self._runs = build_runs(by_group, self.times, apart, stepping, layout, buffers.flats, reduced, state, names)
         for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
             if len(run.shards) == 1 and run.shards[0].param in was_joined:
-                own_state(state.get(run.main, {}))
+                unshare_state(state.get(run.main, {}))
 
     def split(self, *, replace: bool = False) -> None:
         """Makes the state that of single shards until the next step; ``replace``: another state is about to be
@@ -131,11 +131,11 @@ class ShardStates:
                 run.forget_state()
 
     def cut_begun(self, runs: Iterable[FlatRun]) -> None:
-        """Cuts the state that a first step has made in one piece into that of chunks, which later steps see."""
+        """Cuts the state that a first step has made in one tensor into that of blocks, which later steps see."""
         for run in runs:
             if run.begins:
                 run.split_state(self._optimizer.state, self.element_names)
-                run.join_state(self._optimizer.state, self.element_names, self._chunk_numel(run))
+                run.join_state(self._optimizer.state, self.element_names, self._block_numel(run))
 
     def drop_runs(self) -> None:
         """Lets go of the runs, whose memory is needed. The state has been split."""
@@ -145,26 +145,26 @@ class ShardStates:
         """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
         return self.in_parts and not (group.get("fused") and self._is_on_cpu)
 
-    def _chunk_numel(self, run: FlatRun) -> int:
+    def _block_numel(self, run: FlatRun) -> int:
         """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
         if self.storage is not None:  # which cuts runs itself, while their state is fp32
             return run.main.numel()
         group = self._optimizer.param_groups[run.group]
-        in_chunks = self.may_join(group) and self._is_on_cpu and not group.get("foreach")
-        return CHUNK_NUMEL if in_chunks else run.main.numel()
+        in_blocks = self.may_join(group) and self._is_on_cpu and not group.get("foreach")
+        return BLOCK_NUMEL if in_blocks else run.main.numel()
 
-    def pieces(self, shards: Mapping[int, ParamShard]) -> list[Piece]:
+    def fragments(self, shards: Mapping[int, ParamShard]) -> list[Fragment]:
         """The state of these shards as it is to be saved, in either form. Changes nothing."""
         state, names, joined = self._optimizer.state, self.element_names, set[int]()
-        pieces: list[Piece] = []
+        fragments: list[Fragment] = []
         for run in self._runs if self._is_joined else ():
-            pieces.append(Piece(run.shards, run.main.numel(), run.joined_state(state, names)))
+            fragments.append(Fragment(run.shards, run.main.numel(), run.joined_state(state, names)))
             joined.update(shard.param for shard in run.shards)
         single = (shard for index, shard in shards.items() if index not in joined)
-        pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in single]
+        fragments += [Fragment((shard,), shard.numel, state.get(shard.main, {})) for shard in single]
         if self.storage is not None:
-            pieces = [Piece(piece.shards, piece.numel, self.storage.as_saved(piece.state)) for piece in pieces]
-        return pieces
+            fragments = [Fragment(f.shards, f.numel, self.storage.as_saved(f.state)) for f in fragments]
+        return fragments
 
     # --- loaded state ------------------------------------------------------------------------------------------------
 
@@ -173,9 +173,9 @@ class ShardStates:
         if self.storage is not None:
             self.storage.keep_loaded(list(shards), self.element_names)
 
-    def stays_here(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
+    def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
         """The names of loaded state that is kept on the host."""
-        return self.storage.stays_here(shard, values, self.element_names) if self.storage is not None else ()
+        return self.storage.names_kept_on_host(shard, values, self.element_names) if self.storage is not None else ()
 
     def copy_of(self, part: Tensor) -> Tensor:
         """A copy of a part of the state, in the memory in which state is kept."""

@@ -38,15 +38,15 @@ from ..trials import Findings, LaterTrials, StepArguments
 from ..wire import wire_part
 from .optimizer_checks import sending_nothing
 from .shard_set import ShardSet
+from .step_hooks import InnermostCall, has_user_hooks
 from .step_memory import bring_back, copy_kept_grads, is_shared
-from .step_watchers import InnermostCall, is_watched
 from .unsharded_step import step_main_params
 from .whole_params import WholeParam
 
 if TYPE_CHECKING:
-    from ..shards.state_storage import KeptState, StepPiece
+    from ..shards.state_storage import StateStorage, StepSlice
 
-Steppable: TypeAlias = "FlatRun | WholeParam | StepPiece"
+Steppable: TypeAlias = "FlatRun | WholeParam | StepSlice"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ShardedOptimizer:
         engine.check_open()
         if shard_set.sharded:
             engine.finish_grad_sync()
-        shard_set.follow_model()
+        shard_set.add_new_params()
         if shard_set.sharded:
             engine.grad_buffers.adopt_written_grads(shard_set.param_indices())
         else:
@@ -151,7 +151,7 @@ class ShardedOptimizer:
             self.engine.emit(EventKind.STEP_END, 0)
         else:
             try:
-                self._step_watched() if is_watched(self.inner) else self._step_shards()
+                self._step_watched() if has_user_hooks(self.inner) else self._step_shards()
             finally:
                 if storage is not None:
                     storage.end_step(self.engine.collectives)
@@ -162,7 +162,7 @@ class ShardedOptimizer:
 
     def _begin_step(self) -> None:
         self.shard_set.num_steps_begun = self.num_steps_done + 1
-        self.shard_set.strangers.warn_once()
+        self.shard_set.extra_params.warn_once()
         if not self.shard_set.sharded:
             self.engine.reducer.tokens.finish_on_this_rank()
         self.engine.emit(EventKind.STEP_START, 0)
@@ -182,10 +182,10 @@ class ShardedOptimizer:
         """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
         storage, buckets = self.shard_set.states.storage, sorted(begun.changing, reverse=True)
         whole = [param for bucket in begun.order for param in self._whole_params_ready_in(bucket, begun.with_grads)]
-        flat = begun.runs if storage is None else storage.whole_pieces(begun.runs)
+        flat = begun.runs if storage is None else storage.uncut_slices(begun.runs)
         with (
             self._gathering_after_an_error(begun, buckets),
-            self._holding([*flat, *whole], with_strangers=True),
+            self._holding([*flat, *whole], with_extra_params=True),
         ):
             yield
         self._end_shards(begun, buckets)
@@ -210,13 +210,13 @@ class ShardedOptimizer:
                 whole = self._whole_params_ready_in(bucket, begun.with_grads)
                 with self._gathering_after_an_error(begun, to_gather):
                     if storage is not None:
-                        self._step_pieces(storage, bucket)
+                        self._step_slices(storage, bucket)
                         flat = ()
                     self._step_runs([*flat, *whole])
                 if is_early and to_gather and bucket == to_gather[0]:
                     shard_set.start_gather(to_gather.pop(0), begun.indices)
             with self._gathering_after_an_error(begun, to_gather):
-                self._step_runs([], with_strangers=bool(shard_set.strangers.grads()))
+                self._step_runs([], with_extra_params=bool(shard_set.extra_params.grads()))
         except BaseException:  # code that catches it may read weights: none may be on its way
             with contextlib.suppress(CollectiveError):
                 engine.param_gather.finish()
@@ -251,7 +251,7 @@ class ShardedOptimizer:
         engine, shard_set, layout = self.engine, self.shard_set, self.shard_set.layout
         assert engine.param_buffers is not None, "sharded"
         indices, whole = shard_set.param_indices(), shard_set.whole
-        whole.check_others_are_not_owned(indices)
+        whole.check_not_owned(indices)
         shard_set.check_whole_groups()
         engine.param_gather.finish()
         engine.param_buffers.recapture()
@@ -304,23 +304,23 @@ class ShardedOptimizer:
             if index in with_grads
         ]
 
-    def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
-        """Calls the optimizer with these in its groups, if there are any; with strangers in one call a step."""
-        if runs or with_strangers:
-            with self._holding(runs, with_strangers=with_strangers):
+    def _step_runs(self, runs: Sequence[Steppable], *, with_extra_params: bool = False) -> None:
+        """Calls the optimizer with these in its groups, if there are any; with extra parameters in one call a step."""
+        if runs or with_extra_params:
+            with self._holding(runs, with_extra_params=with_extra_params):
                 self._arguments.call(self.inner.step)
 
-    def _step_pieces(self, storage: KeptState, bucket: int) -> None:
-        """Calls the optimizer with the pieces of a bucket's shards, one list of them after the other."""
-        for pieces in storage.pieces(bucket, self.shard_set.states.element_names):
-            with self._holding(pieces, with_strangers=False):
+    def _step_slices(self, storage: StateStorage, bucket: int) -> None:
+        """Calls the optimizer with the slices of a bucket's shards, one list of them after the other."""
+        for slices in storage.slices(bucket, self.shard_set.states.element_names):
+            with self._holding(slices, with_extra_params=False):
                 self._arguments.call(self.inner.step)
-            del pieces  # before the next ones are made
+            del slices  # before the next ones are made
 
     @contextlib.contextmanager
-    def _holding(self, runs: Sequence[Steppable], *, with_strangers: bool) -> Iterator[None]:
+    def _holding(self, runs: Sequence[Steppable], *, with_extra_params: bool) -> Iterator[None]:
         """These are in the optimizer's groups, with their gradients, while this is open."""
-        stepped = self.shard_set.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
+        stepped = self.shard_set.extra_params.stepped() if with_extra_params else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
         places = [tensor.detach() for tensor in tensors]
         watching = sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
@@ -341,7 +341,7 @@ class ShardedOptimizer:
                 tensor.grad = None
 
     def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
-        """The state of pieces is fp32, and on the device, while this is open, where it is kept otherwise."""
+        """The state of slices is fp32, and on the device, while this is open, where it is kept otherwise."""
         if (storage := self.shard_set.states.storage) is None:
             return contextlib.nullcontext()
         return storage.widened(runs, self.shard_set.states.element_names, self.shard_set.layout)

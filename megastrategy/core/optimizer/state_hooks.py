@@ -1,6 +1,6 @@
 """Calls a user's hooks on ``state_dict()`` and ``load_state_dict()`` around the whole state.
 
-[Note: hooks see the whole state]
+[Note: hooks see the full state]
 The user's optimizer saves and loads the state of shards, which has other sizes and numbers than the model's parameters.
 A hook that adds entries, renames or counts them is written for the whole state, as under torch DDP, and for entries
 beside ``state`` and ``param_groups``, which shards do not have. So hooks are kept from the user's optimizer while it

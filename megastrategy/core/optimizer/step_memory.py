@@ -1,6 +1,6 @@
 """Keeps apart, over an optimizer's step, its memory and ours.
 
-[Note: other memory]
+[Note: memory that an optimizer's step replaces]
 Under torch DDP a parameter may be given other memory (``p.data = ...``, as SAM does), and a gradient may be kept: the
 next one is another tensor. What is stepped on shards is a view of the weights that are gathered, and its gradient a
 view of a buffer that the next backward writes. So values that came into other memory are copied back into ours, and

@@ -135,7 +135,7 @@ class WholeParams:
         self.indices.update(indices)
         self._engine.own_whole(set(indices))
 
-    def check_others_are_not_owned(self, indices: Collection[int]) -> None:
+    def check_not_owned(self, indices: Collection[int]) -> None:
         """Raises ValueError if another optimizer has taken one of these, which this one steps as shards: what it does
         to its shard would not be gathered."""
         rank_of = self._engine.owners.rank_of

@@ -10,9 +10,9 @@ alignment, are stepped along: weight, gradient and state are zero there.
 A parameter that has no gradient in a step that its neighbours take is kept apart, and has another history from then on
 (its ``step`` counter, for one).
 
-[Note: chunks]
+[Note: blocks that fit the cache]
 An optimizer that does one operation after the other on a whole tensor reads it from memory each time. On the CPU, where
-that is so unless it is fused, a run is stepped in chunks that stay in the cache: the same bits, in less time. A fused
+that is so unless it is fused, a run is stepped in blocks that stay in the cache: the same bits, in less time. A fused
 kernel on the CPU is the other way round: it rounds a tensor's last few elements differently, so that its shards are not
 joined, and takes all tensors in one call anyway.
 """
@@ -34,10 +34,10 @@ from ..trials import equal, is_per_element
 from .param_shard import ParamShard
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from .main_bits import MainBits
+    from .low_bits import LowBits
 
-CHUNK_NUMEL = 2**17
-"""Elements of a chunk. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
+BLOCK_NUMEL = 2**17
+"""Elements of a block. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
 
 Span = tuple[int, int]
 State = MutableMapping[str, Any]
@@ -54,8 +54,8 @@ class FlatRun:
         main: what is stepped; the shards' ``main`` are parts of it.
         weights: those that ``main`` stands for; None if it is the weights.
         grad: the reduced gradients, in the gradient dtype.
-        keeps_remainder: see param_shard's [Note: remainders].
-        bits: as a shard's, whose ``low`` is ``main`` then. Such a run is stepped in pieces.
+        keeps_remainder: see param_shard's [Note: remainders of sent changes].
+        bits: as a shard's, whose ``low`` is ``main`` then. Such a run is stepped in slices.
         times: the number of times that its parameters are in their group: a tied weight may be listed twice, and is
             stepped twice then.
     """
@@ -68,41 +68,41 @@ class FlatRun:
     weights: Tensor | None
     grad: Tensor
     keeps_remainder: bool = False
-    bits: MainBits | None = None
+    bits: LowBits | None = None
     times: int = 1
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
         self._shard_spans = [(shard.offset - first, shard.offset - first + shard.numel) for shard in self.shards]
-        self._cut_for_shards: _Cut | None = None
-        self._cut_for_tensors: _Cut | None = None
+        self._cut_for_shards: _CutState | None = None
+        self._cut_for_tensors: _CutState | None = None
         self.tensors = [self.main]
-        """The tensors in the optimizer's groups in a step: ``main``, whole or in chunks."""
+        """The tensors in the optimizer's groups in a step: ``main``, whole or in blocks."""
         self.begins = False
-        """Whether the next step brings the state into being; it can be in chunks after that."""
+        """Whether the next step brings the state into being; it can be in blocks after that."""
 
-    def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, chunk_numel: int) -> None:
-        """Replaces the shards' state by the state of ``tensors`` (the run, whole or in chunks).
+    def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, block_numel: int) -> None:
+        """Replaces the shards' state by the state of ``tensors`` (the run, whole or in blocks).
 
         What is kept for each element (``exp_avg``) becomes views of one flat tensor, without a copy where it was cut
         from it before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` saw: one is kept.
 
         Args:
             names: of what the optimizer keeps for each element, where that is known.
-            chunk_numel: the most elements of one tensor.
+            block_numel: the most elements of one tensor.
         """
         numel = self.main.numel()
         states = [state.pop(shard.main, {}) for shard in self.shards]
         whole = _join(states, self._shard_spans, numel, names, self._cut_for_shards)
         # before its first step there is no state to cut: the step makes it for the whole run, in one piece, and later
-        # ones see it in chunks without a copy
-        starts = range(0, numel, chunk_numel) if whole and numel > chunk_numel else (0,)
+        # ones see it in blocks without a copy
+        starts = range(0, numel, block_numel) if whole and numel > block_numel else (0,)
         spans = list(itertools.pairwise((*starts, numel)))
         if len(spans) != len(self.tensors):
-            self.tensors = [part_of(self.main, span) for span in spans]
-        self._cut_for_shards, self._cut_for_tensors = None, _Cut(whole, spans, numel, names)
+            self.tensors = [flat_slice(self.main, span) for span in spans]
+        self._cut_for_shards, self._cut_for_tensors = None, _CutState(whole, spans, numel, names)
         state.update(zip(self.tensors, self._cut_for_tensors.parts, strict=True))
-        self.begins = not whole and numel > chunk_numel
+        self.begins = not whole and numel > block_numel
 
     def split_state(self, state: MutableMapping[Tensor, State], names: set[str] | None) -> None:
         """Replaces the state of ``tensors`` by that of the shards, with the arguments of :meth:`join_state`."""
@@ -111,7 +111,7 @@ class FlatRun:
         whole = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
         self._cut_for_tensors = None
         if whole:
-            self._cut_for_shards = _Cut(whole, self._shard_spans, self.main.numel(), names)
+            self._cut_for_shards = _CutState(whole, self._shard_spans, self.main.numel(), names)
             state.update(zip((shard.main for shard in self.shards), self._cut_for_shards.parts, strict=True))
 
     def joined_state(self, state: Mapping[Tensor, State], names: set[str] | None) -> State:
@@ -141,7 +141,7 @@ class FlatRun:
         self._cut_for_shards = None
 
 
-class _Cut:
+class _CutState:
     """Cuts the state of a flat tensor into states of its parts, which share its memory, and knows them again.
 
     Hazard: an optimizer may replace a tensor of its state in a step (``state["x"] = state["x"] * 2``), or a user load
@@ -155,7 +155,7 @@ class _Cut:
             per_element = {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
             self.parts = [
                 {
-                    name: part_of(value, span) if name in per_element else _own_copy(value)
+                    name: flat_slice(value, span) if name in per_element else _separate_copy(value)
                     for name, value in whole.items()
                 }
                 for span in spans
@@ -170,7 +170,7 @@ class _Cut:
 
 
 def _join(
-    states: Sequence[State], spans: Sequence[Span], numel: int, names: set[str] | None, known: _Cut | None
+    states: Sequence[State], spans: Sequence[Span], numel: int, names: set[str] | None, known: _CutState | None
 ) -> State:
     """The state of a flat tensor of ``numel`` elements from those of its parts; without copies where they were cut from
     ``known``."""
@@ -180,7 +180,7 @@ def _join(
     whole: State = {}
     for name, value in states[0].items():
         if not is_per_element(name, value, (spans[0][1] - spans[0][0],), names):
-            whole[name] = _own_copy(value)
+            whole[name] = _separate_copy(value)
         elif known is not None and known.still_has(name, states):
             whole[name] = known.whole[name]
         else:
@@ -191,18 +191,18 @@ def _join(
     return whole
 
 
-def _own_copy(value: Any) -> Any:
+def _separate_copy(value: Any) -> Any:
     """A copy for one of many tensors: a deep copy of a tensor takes ten times as long as its clone."""
     return value.detach().clone() if type(value) is Tensor else copy.deepcopy(value)
 
 
-def part_of(flat: Tensor, span: Span) -> Tensor:
+def flat_slice(flat: Tensor, span: Span) -> Tensor:
     """Elements ``[start, end)`` of a 1-D contiguous tensor, with a storage that spans no more."""
     start, end = span
     return slice_view(flat, int(flat.storage_offset()) + start, (end - start,), (1,), end - start)
 
 
-def own_state(state: State) -> None:
+def unshare_state(state: State) -> None:
     """Copies what are parts of a larger tensor, so as not to keep that alive."""
     state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
@@ -260,12 +260,12 @@ def cut_shards(
     return shards
 
 
-def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> MainBits:
+def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> LowBits:
     """The bits of main params that are their weights, which begin at element ``start`` of the buffer."""
-    from .main_bits import Bitmap, MainBits
+    from .low_bits import Bitmap, LowBits
 
     first = bucket.start // bucket.domain.num_shards + start - layout.shard_range(bucket, rank)[0]
-    return MainBits(torch.zeros_like(weights, dtype=torch.int16), Bitmap(bitmap), first)
+    return LowBits(torch.zeros_like(weights, dtype=torch.int16), Bitmap(bitmap), first)
 
 
 def build_runs(
@@ -327,8 +327,8 @@ def build_runs(
                 span[0],
                 tuple(shards),
                 # the shard's own tensor where it is alone: an optimizer may know it by its identity
-                first.main if len(shards) == 1 else part_of(flat, (first.offset, last.offset + last.numel)),
-                part_of(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
+                first.main if len(shards) == 1 else flat_slice(flat, (first.offset, last.offset + last.numel)),
+                flat_slice(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
                 first.keeps_remainder,
                 first.bits,

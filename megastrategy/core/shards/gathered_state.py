@@ -18,9 +18,9 @@ from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout
 from .host_copies import to_host
-from .own_parts import Described, Keys, OwnParts, agreed_keys
+from .pickled_states import gather_states, gather_states_everywhere
 from .saved_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
-from .whole_states import gather_whole, gather_whole_everywhere
+from .state_fragments import Description, Keys, StateFragments, agreed_keys
 
 
 class Gather:
@@ -48,8 +48,8 @@ class Gather:
         """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
         has to be exhausted too."""
         if self._everywhere:
-            return gather_whole_everywhere(own, self._collectives)
-        wholes = gather_whole(own, self._collectives, self._device)
+            return gather_states_everywhere(own, self._collectives)
+        wholes = gather_states(own, self._collectives, self._device)
         return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
 
 
@@ -76,7 +76,7 @@ def state_by_number(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) 
 def gather_state_dict(
     optimizer: torch.optim.Optimizer,
     params_by_id: Mapping[int, int],
-    parts: OwnParts,
+    parts: StateFragments,
     gather: Gather,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def gather_state_dict(
     state: dict[int, dict[str, Any]] = {}
     if gather.is_root:
         state = {number_of[index]: values for index, values in scalars.items() if index in number_of}
-        # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
+        # Of no shard: what was frozen at the wrap, and extra_params. Both are whole on every rank.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         kept = as_saved(optimizer, {numbers[id(p)]: p for p in frozen if optimizer.state.get(p)})
         state.update({number: to_host(dict(values)) for number, values in kept.items()})
@@ -117,7 +117,7 @@ def gather_state_dict(
 
 
 def gather_main_params(
-    params: Collection[int], parts: OwnParts, gather: Gather | None, device: torch.device
+    params: Collection[int], parts: StateFragments, gather: Gather | None, device: torch.device
 ) -> dict[str, Tensor]:
     """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
     0's host memory; nothing on other ranks.
@@ -128,7 +128,9 @@ def gather_main_params(
     main_params: dict[int, Tensor] = {}
     layout = parts.layout
     if gather is None:
-        main_params = {shard.param: piece.state[MAIN_PARAM] for piece in parts.pieces for shard in piece.shards}
+        main_params = {
+            shard.param: fragment.state[MAIN_PARAM] for fragment in parts.fragments for shard in fragment.shards
+        }
     else:
         scratch = _Scratch(layout, device)
         for bucket in layout.buckets:
@@ -175,7 +177,7 @@ def _gather_bucket(
     members: Sequence[int],
     key: str,
     dtype: torch.dtype,
-    parts: OwnParts,
+    parts: StateFragments,
     gather: Gather,
     scratch: _Scratch,
 ) -> Iterable[tuple[int, Tensor]]:
@@ -194,15 +196,15 @@ def _gather_bucket(
     return zip(members, wholes, strict=True)
 
 
-def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+def _describe_everywhere(parts: StateFragments, gather: Gather) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
     """Describes the state of all ranks: on rank 0 values of whole parameters, and names and dtypes of element-wise
     ones."""
-    own: Described | str
+    own: Description | str
     try:
         own = parts.describe()
     except CheckpointError as error:
         own = str(error)  # sent, as the others wait for this rank's word
-    everybody: list[Described] = []
+    everybody: list[Description] = []
     for rank, described in enumerate(gather.everybody(own)):
         if isinstance(described, str):
             raise CheckpointError(f"rank {rank}: {described}")

@@ -1,6 +1,6 @@
 """Keeps tensors in pinned memory of the host between steps, and copies them to a device and back beside its work.
 
-[Note: three pieces]
+[Note: copies beside the step]
 A link between host and device carries both ways at once, so each way has a stream of its own. While one piece is
 stepped the next comes and the last one goes: memory for three is all that the device needs, however much is kept. What
 orders them, and what would happen else:
@@ -38,7 +38,7 @@ class Arriving(NamedTuple):
 
 
 class Offload:
-    """See [Note: three pieces].
+    """See [Note: copies beside the step].
 
     Args:
         device: that computes.

@@ -1,6 +1,6 @@
 """The part of one parameter that one rank steps: a flat shard, or all of it.
 
-[Note: remainders]
+[Note: remainders of sent changes]
 With ``param_wire_dtype`` owners send rounded changes of fp32 weights, which they add to their own weights too, so that
 all ranks hold the same bits. What rounding left out is the owner's to keep: it is what ``main`` holds between steps. A
 step begins with ``main += weights``, which are the exact weights then, and ends with ``main -= weights``, when those
@@ -21,10 +21,10 @@ from .. import devices
 from ..wire import publish_change_
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from .main_bits import MainBits
+    from .low_bits import LowBits
 
 
-class SteppedApart(Protocol):
+class HasMain(Protocol):
     """Something with a ``main`` that may keep remainders."""
 
     @property
@@ -48,9 +48,9 @@ class ParamShard:
             None if every rank has all of the parameter, which may be re-pointed at any time.
         flat, offset: if the parameter is cut, ``main`` is the part of this 1-D tensor that begins there, among the
             mains of its neighbours.
-        keeps_remainder: see [Note: remainders].
-        bits: what the weights lack of the main param, where that alone is kept; see main_bits' [Note: what weights
-            lack].
+        keeps_remainder: see [Note: remainders of sent changes].
+        bits: the low bits of the main param, where only these are kept; see low_bits'
+            [Note: the low bits of main params].
     """
 
     param: int
@@ -61,7 +61,7 @@ class ParamShard:
     flat: Tensor | None = None
     offset: int = 0
     keeps_remainder: bool = False
-    bits: MainBits | None = None
+    bits: LowBits | None = None
 
     @property
     def numel(self) -> int:
@@ -122,7 +122,7 @@ def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
         take_outside_changes(main, weights, weights.dtype)
 
 
-def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: MainBits | None) -> None:
+def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits | None) -> None:
     """Brings the weights what the optimizer did to ``main``: rounded to their dtype, or by a change that is sent.
 
     Args:
@@ -138,7 +138,7 @@ def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: MainBit
         publish_change_(_flat(main), _flat(weights), change)
 
 
-def drop_remainders(stepped: Iterable[SteppedApart]) -> None:
+def drop_remainders(stepped: Iterable[HasMain]) -> None:
     """Forgets what others were not sent: nobody knows how much of it ``main`` holds."""
     for each in stepped:
         if each.keeps_remainder:

@@ -47,7 +47,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         shard.set_main_param(saved)
 
 
-def main_params_to_come(
+def pending_main_params(
     main_params: Mapping[str, Tensor], params: Mapping[str, Tensor], *, with_remainders: bool
 ) -> dict[str, Tensor]:
     """Copies of those of saved main params that ``params``, which have no shards yet, may begin with.

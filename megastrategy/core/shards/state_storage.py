@@ -1,15 +1,15 @@
 """Keeps an optimizer's state in bf16 or on the host between steps, and main params as bits; in a step all is fp32.
 
-[Note: kept state]
+[Note: narrow and offloaded state]
 With ``optimizer_state_dtype`` what an optimizer keeps for each element of a shard (Adam's two moments) takes 2 bytes of
-memory, and the optimizer never sees that. A step goes through the shards piece by piece: the state of a piece becomes
-fp32 in memory of its own, the user's optimizer steps the piece, and the new state is rounded at random
-(:mod:`.random_rounding`) into its place. So beside the narrow state there is the fp32 state of a few pieces at a time.
+memory, and the optimizer never sees that. A step goes through the shards slice by slice: the state of a slice becomes
+fp32 in memory of its own, the user's optimizer steps the slice, and the new state is rounded at random
+(:mod:`.random_rounding`) into its place. So beside the narrow state there is the fp32 state of a few slices at a time.
 
-With ``store_param_remainders`` main params are made for the piece in the same way, and kept as :mod:`.main_bits`.
+With ``store_param_remainders`` main params are made for the slice in the same way, and kept as :mod:`.low_bits`.
 
 With ``offload_optimizer_states`` the state, fp32 or narrow, is in the host's memory between steps, and of the device
-for its piece alone; the next piece's is brought meanwhile, and the last one's goes back (:mod:`.offload`).
+for its slice alone; the next slice's is brought meanwhile, and the last one's goes back (:mod:`.offload`).
 
 Nobody else needs to know, either. What is saved is fp32, each number exactly; what is loaded is rounded to the nearest,
 which changes nothing of what was saved so. Counters stay as they are, and so does state of another dtype than fp32, and
@@ -34,8 +34,8 @@ from .. import devices
 from ..collectives import Collectives
 from ..layout import BufferLayout
 from ..trials import is_per_element
-from .flat_run import CHUNK_NUMEL, FlatRun, Span, State, part_of
-from .main_bits import MainBits
+from .flat_run import BLOCK_NUMEL, FlatRun, Span, State, flat_slice
+from .low_bits import LowBits
 from .offload import Arriving, Offload
 from .param_shard import ParamShard
 from .random_rounding import draw, first_place, halves, key_of_step, round_at_random_
@@ -48,25 +48,25 @@ _STEP = "step"
 
 _AT_ONCE_NUMEL, _DEVICE_NUMEL = 2**18, 2**22
 """The most elements that are fp32 at once: 3 MiB for Adam on bf16 weights on the host, where chunks stay in the cache
-anyway; and on an accelerator 48 MiB, since a piece takes some fifty kernels there, which smaller ones would not fill.
-Random numbers take up to twice as much, of a chunk, or of a piece."""
+anyway; and on an accelerator 48 MiB, since a slice takes some fifty kernels there, which smaller ones would not fill.
+Random numbers take up to twice as much, of a chunk, or of a slice."""
 
 
-class StepPiece:
-    """A part of a run, in a step. What is kept for it is fp32 while :meth:`KeptState.widened` is open.
+class StepSlice:
+    """A part of a run, in a step. What is kept for it is fp32 while :meth:`StateStorage.widened` is open.
 
     ``bucket``, ``group``, ``start``, ``times``, ``main``, ``weights``, ``keeps_remainder``: as a run's. With ``bits``
     ``main`` has been made of them.
     """
 
     def __init__(self, run: _RunInStep, span: Span) -> None:
-        self.of, self.span = run, span
+        self.run, self.span = run, span
         self.bucket, self.group, self.start = run.run.bucket, run.run.group, run.run.start + span[0]
         self.times = run.run.times
         # Another tensor than the run's, under which the narrow state is.
-        self.main = part_of(run.run.main, span)
-        self.bits: MainBits | None = None
-        self.weights = None if run.run.weights is None else part_of(run.run.weights, span)
+        self.main = flat_slice(run.run.main, span)
+        self.bits: LowBits | None = None
+        self.weights = None if run.run.weights is None else flat_slice(run.run.weights, span)
         if (bits := run.run.bits) is not None:
             assert self.weights is not None, "main params have weights"
             self.bits = bits.part(self.main, span[0])
@@ -75,16 +75,16 @@ class StepPiece:
         self.tensors = [self.main]
 
     def set_grad(self) -> None:
-        self.main.grad = self.of.run.grad[slice(*self.span)].to(self.main.dtype)
+        self.main.grad = self.run.run.grad[slice(*self.span)].to(self.main.dtype)
 
 
 @dataclasses.dataclass(eq=False)
 class _RunInStep:
-    """A run whose pieces are stepped one after the other.
+    """A run whose slices are stepped one after the other.
 
     Attributes:
-        before: its state as the step found it, which every piece begins with.
-        after: its state as the pieces left it so far; it becomes that of the run with the last one.
+        before: its state as the step found it, which every slice begins with.
+        after: its state as the slices left it so far; it becomes that of the run with the last one.
     """
 
     run: FlatRun
@@ -93,14 +93,14 @@ class _RunInStep:
 
 
 class _Place(NamedTuple):
-    """The place of a piece in a step."""
+    """The place of a slice in a step."""
 
     run: _RunInStep
     span: Span
 
 
-class KeptState:
-    """The state of one optimizer's shards; see [Note: kept state].
+class StateStorage:
+    """The state of one optimizer's shards; see [Note: narrow and offloaded state].
 
     Args:
         dtype: in which its state is kept; None for fp32.
@@ -116,9 +116,9 @@ class KeptState:
         self._is_on_host = devices.is_on_host(device)
         self._offload = Offload(device) if offloads else None
         self._planned: collections.deque[list[_Place]] = collections.deque()
-        self._coming: dict[_Place, tuple[dict[str, Tensor], Arriving]] = {}  # in a step: copies, for each piece
-        self._known_parts: weakref.WeakKeyDictionary[FlatRun, dict[Span, tuple[Any, Tensor | None]]]
-        self._known_parts = weakref.WeakKeyDictionary()
+        self._incoming: dict[_Place, tuple[dict[str, Tensor], Arriving]] = {}  # in a step: copies, for each slice
+        self._known_offsets: weakref.WeakKeyDictionary[FlatRun, dict[Span, tuple[Any, Tensor | None]]]
+        self._known_offsets = weakref.WeakKeyDictionary()
 
     @property
     def _state(self) -> MutableMapping[Tensor, State]:
@@ -130,7 +130,7 @@ class KeptState:
     def begin_step(
         self, runs: Sequence[FlatRun], order: Sequence[int], cuts: Mapping[int, bool], names: set[str] | None
     ) -> None:
-        """Plans a step in pieces, and starts to bring what the first ones need.
+        """Plans a step in slices, and starts to bring what the first ones need.
 
         Args:
             order: that in which their buckets are stepped.
@@ -138,7 +138,7 @@ class KeptState:
             names: of what the optimizer keeps for each element, where that is known.
         """
         most = _AT_ONCE_NUMEL if self._is_on_host else _DEVICE_NUMEL
-        longest = CHUNK_NUMEL if self._is_on_host else _DEVICE_NUMEL
+        longest = BLOCK_NUMEL if self._is_on_host else _DEVICE_NUMEL
         bucket, numel = -1, 0
         for run in sorted(runs, key=lambda run: order.index(run.bucket)):
             for place in self._cut(run, longest if cuts[run.group] else run.main.numel()):
@@ -148,21 +148,21 @@ class KeptState:
                     bucket, numel = run.bucket, 0
                 self._planned[-1].append(place)
                 numel += length
-        self._bring_next(names)
+        self._fetch_next(names)
 
-    def pieces(self, bucket: int, names: set[str] | None) -> Iterator[list[StepPiece]]:
-        """The pieces of a bucket, in lists of what is stepped in one call; the buckets come in their order."""
+    def slices(self, bucket: int, names: set[str] | None) -> Iterator[list[StepSlice]]:
+        """The slices of a bucket, in lists of what is stepped in one call; the buckets come in their order."""
         while self._planned and self._planned[0][0].run.run.bucket == bucket:
             places = self._planned.popleft()
-            self._bring_next(names)
-            yield [StepPiece(*place) for place in places]
+            self._fetch_next(names)
+            yield [StepSlice(*place) for place in places]
 
-    def _bring_next(self, names: set[str] | None) -> None:
+    def _fetch_next(self, names: set[str] | None) -> None:
         if self._offload is not None and self._planned:
-            self._bring(self._planned[0], names)
+            self._fetch(self._planned[0], names)
 
-    def _bring(self, places: Sequence[_Place], names: set[str] | None) -> None:
-        """Starts to bring the state of pieces to the device."""
+    def _fetch(self, places: Sequence[_Place], names: set[str] | None) -> None:
+        """Starts to bring the state of slices to the device."""
         if not places:
             return
         assert self._offload is not None
@@ -173,7 +173,7 @@ class KeptState:
         arriving = self._offload.fetch(parts)
         copies = iter(arriving.places)
         for place, values in zip(places, kept, strict=True):
-            self._coming[place] = dict(zip(values, copies)), arriving  # noqa: B905 - the next place has the next ones
+            self._incoming[place] = dict(zip(values, copies)), arriving  # noqa: B905 - the next place has the next ones
 
     def end_step(self, collectives: Collectives) -> None:
         """Returns when all that the step has changed is where it is kept; also after a step that failed.
@@ -184,11 +184,11 @@ class KeptState:
         self._planned.clear()
         if self._offload is not None:
             self._offload.settle(collectives)
-        self._coming.clear()  # of a step that failed
+        self._incoming.clear()  # of a step that failed
 
-    def whole_pieces(self, runs: Iterable[FlatRun]) -> list[StepPiece]:
-        """Each run as one piece, for an optimizer that is called once."""
-        return [StepPiece(*place) for run in runs for place in self._cut(run, run.main.numel())]
+    def uncut_slices(self, runs: Iterable[FlatRun]) -> list[StepSlice]:
+        """Each run as one slice, for an optimizer that is called once."""
+        return [StepSlice(*place) for run in runs for place in self._cut(run, run.main.numel())]
 
     def _cut(self, run: FlatRun, numel: int) -> list[_Place]:
         end, of = run.main.numel(), _RunInStep(run, self._state.get(run.main, {}))
@@ -197,49 +197,49 @@ class KeptState:
 
     @contextlib.contextmanager
     def widened(self, stepped: Sequence[Any], names: set[str] | None, layout: BufferLayout) -> Iterator[None]:
-        """The optimizer has the state of pieces in fp32 while this is open, and in bf16 afterwards.
+        """The optimizer has the state of slices in fp32 while this is open, and in bf16 afterwards.
 
         Args:
-            stepped: pieces, and what is stepped as it is.
+            stepped: slices, and what is stepped as it is.
             names: of what the optimizer keeps for each element, where that is known.
         """
-        pieces = [piece for piece in stepped if isinstance(piece, StepPiece)]
+        slices = [slice_ for slice_ in stepped if isinstance(slice_, StepSlice)]
         if self._offload is not None:
             # None but where all are stepped in one call.
-            places = (_Place(piece.of, piece.span) for piece in pieces)
-            self._bring([place for place in places if place not in self._coming], names)
+            places = (_Place(slice_.run, slice_.span) for slice_ in slices)
+            self._fetch([place for place in places if place not in self._incoming], names)
         try:
-            for piece in pieces:
-                if wide := self._wide(piece, names):
-                    self._state[piece.main] = wide
+            for slice_ in slices:
+                if wide := self._fp32_state(slice_, names):
+                    self._state[slice_.main] = wide
             yield
         finally:  # after an error too: a state in fp32 under a tensor that is gone would be nobody's
-            left = [pair for piece in pieces for pair in self._narrow(piece, names, layout)]
+            left = [pair for slice_ in slices for pair in self._narrow(slice_, names, layout)]
             if self._offload is not None and left:
                 self._offload.send(*zip(*left, strict=True))
 
-    def _wide(self, piece: StepPiece, names: set[str] | None) -> State:
-        before, wide = piece.of.before, dict[str, Any]()
-        kept = _per_element(before, piece.of.run.main.numel(), names)
+    def _fp32_state(self, slice_: StepSlice, names: set[str] | None) -> State:
+        before, wide = slice_.run.before, dict[str, Any]()
+        kept = _per_element(before, slice_.run.run.main.numel(), names)
         if self._offload is None:
-            parts = {name: value[slice(*piece.span)] for name, value in kept.items()}
+            parts = {name: value[slice(*slice_.span)] for name, value in kept.items()}
         else:
-            parts, arriving = self._coming.pop(_Place(piece.of, piece.span))
+            parts, arriving = self._incoming.pop(_Place(slice_.run, slice_.span))
             self._offload.arrive(arriving)
         for name, value in before.items():
             if (part := parts.get(name)) is not None:
                 wide[name] = part.float() if self._rounds and _is_narrow(part) else part
             elif name != COUNT:
-                # Each piece counts for itself, and all of them the same step.
+                # Each slice counts for itself, and all of them the same step.
                 wide[name] = value.clone() if isinstance(value, Tensor) else value
         return wide
 
-    def _narrow(self, piece: StepPiece, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
-        """Takes what a step has left of a piece's state to where it is kept; returns what is still to be copied there,
+    def _narrow(self, slice_: StepSlice, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
+        """Takes what a step has left of a slice's state to where it is kept; returns what is still to be copied there,
         with its place."""
-        before, after = piece.of.before, piece.of.after
-        numel, wide = piece.of.run.main.numel(), self._state.pop(piece.main, {})
-        kept = _per_element(wide, piece.main.numel(), names)
+        before, after = slice_.run.before, slice_.run.after
+        numel, wide = slice_.run.run.main.numel(), self._state.pop(slice_.main, {})
+        kept = _per_element(wide, slice_.main.numel(), names)
         after.update((name, value) for name, value in wide.items() if name not in kept)
         fp32 = (name for name, value in kept.items() if value.dtype == torch.float32)
         rounded = sorted(fp32) if self._rounds else []
@@ -248,29 +248,29 @@ class KeptState:
             if name not in after:
                 after[name] = self._place_of(before.get(name), numel, dtype, value.device)
         if rounded:
-            kept |= self._rounded(piece, {name: kept[name].detach() for name in rounded}, layout)
-        left = [(after[name][slice(*piece.span)], value.detach()) for name, value in kept.items()]
+            kept |= self._rounded(slice_, {name: kept[name].detach() for name in rounded}, layout)
+        left = [(after[name][slice(*slice_.span)], value.detach()) for name, value in kept.items()]
         if self._offload is None:
             for place, value in left:
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value)
             left = []
-        if piece.span[1] == numel and after:
-            self._state[piece.of.run.main] = after
+        if slice_.span[1] == numel and after:
+            self._state[slice_.run.run.main] = after
         return left
 
-    def _rounded(self, piece: StepPiece, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
+    def _rounded(self, slice_: StepSlice, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
         """Rounds what is fp32 to bf16: into its place, or beside it on the device where its place is on the host."""
-        before, after = piece.of.before, piece.of.after
+        before, after = slice_.run.before, slice_.run.after
         step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
         if not _is_number(after.get(_STEP)):
             after[COUNT] = step
-        places, chances, narrow = self._places(piece, layout), list[Tensor](), dict[str, Tensor]()
+        places, chances, narrow = self._positions(slice_, layout), list[Tensor](), dict[str, Tensor]()
         for number, (name, value) in enumerate(wide.items()):
             # 32 random bits are two chances.
             chances = chances or list(halves(draw(places, key_of_step(step, number // 2))))
             is_there = self._offload is None
-            narrow[name] = after[name][slice(*piece.span)] if is_there else torch.empty_like(value, dtype=NARROW)
+            narrow[name] = after[name][slice(*slice_.span)] if is_there else torch.empty_like(value, dtype=NARROW)
             round_at_random_(narrow[name], value, chances.pop(0))
         return narrow
 
@@ -286,27 +286,27 @@ class KeptState:
         # Zeros: the elements between two parameters are stepped along, and stay zero.
         return self._offload.zeros(numel, dtype) if self._offload else torch.zeros(numel, dtype=dtype, device=device)
 
-    def _places(self, piece: StepPiece, layout: BufferLayout) -> Tensor:
-        """The place of each element of a piece in its parameter: int32, for :func:`.random_rounding.draw`.
+    def _positions(self, slice_: StepSlice, layout: BufferLayout) -> Tensor:
+        """The place of each element of a slice in its parameter: int32, for :func:`.random_rounding.draw`.
 
         What lies between two parameters counts on from the one before.
         """
-        run, numel, device = piece.of.run, piece.main.numel(), piece.main.device
+        run, numel, device = slice_.run.run, slice_.main.numel(), slice_.main.device
         places = torch.arange(numel, dtype=torch.int32, device=device)
-        known = self._known_parts.setdefault(run, {})
-        if piece.span not in known:
-            known[piece.span] = self._parts(piece, layout)
-        ahead, lengths = known[piece.span]
+        known = self._known_offsets.setdefault(run, {})
+        if slice_.span not in known:
+            known[slice_.span] = self._offsets(slice_, layout)
+        ahead, lengths = known[slice_.span]
         # One call for all parameters, of which a run may have thousands.
         ahead = ahead if lengths is None else torch.repeat_interleave(ahead, lengths, output_size=numel)
         return places.add_(ahead)
 
-    def _parts(self, piece: StepPiece, layout: BufferLayout) -> tuple[Any, Tensor | None]:
-        """The place that a piece's first element has, and None; of several parameters a tensor of the places that it
+    def _offsets(self, slice_: StepSlice, layout: BufferLayout) -> tuple[Any, Tensor | None]:
+        """The place that a slice's first element has, and None; of several parameters a tensor of the places that it
         would have in each, and their lengths. Kept from step to step: to bring them to a device makes the host wait."""
-        (first, end), shards = piece.span, piece.of.run.shards
+        (first, end), shards = slice_.span, slice_.run.run.shards
         starts = [shard.offset - shards[0].offset for shard in shards]
-        # The first of them may begin before the piece, and end before it, where that begins between two.
+        # The first of them may begin before the slice, and end before it, where that begins between two.
         number = max(bisect.bisect_right(starts, first) - 1, 0)
         inside = [number, *range(number + 1, bisect.bisect_left(starts, end))]
         ahead = [first_place(layout.params[shards[i].param].name, shards[i].start - starts[i] + first) for i in inside]
@@ -314,7 +314,7 @@ class KeptState:
             return ahead[0], None
         borders = [first, *(starts[i] for i in inside[1:]), end]
         lengths = [b - a for a, b in itertools.pairwise(borders)]
-        device = piece.main.device
+        device = slice_.main.device
         return torch.tensor(ahead, dtype=torch.int32, device=device), torch.tensor(lengths, device=device)
 
     # --- between steps -----------------------------------------------------------------------------------------------
@@ -333,10 +333,10 @@ class KeptState:
                 # Under main params in bits torch leaves state in the dtype that it comes in.
                 may_be_narrow = self._rounds or shard.bits is not None
                 dtype = after if may_be_narrow and value.dtype == before else value.dtype
-                # Pinned in the next step: by run, and not in thousands of pieces of memory.
+                # Pinned in the next step: by run, and not in thousands of slices of memory.
                 kept[name] = value.to(dtype) if self._offload is None else devices.on_host(value, dtype)
 
-    def stays_here(self, shard: ParamShard, values: Mapping[str, Any], names: set[str] | None) -> Iterable[str]:
+    def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any], names: set[str] | None) -> Iterable[str]:
         """The names of a shard's loaded state that need not come to the device: all that is kept on the host, unless
         the optimizer does more than torch's own with what is loaded, and may look at it."""
         if self._offload is None or not shard.is_cut or _looks_at_loaded(self._optimizer):

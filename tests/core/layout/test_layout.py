@@ -16,7 +16,7 @@ from megastrategy.core.layout.build import build_layout, default_bucket_size
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.recurrent_weights import ChunkPlace
 from megastrategy.core.layout.strides import contiguous_stride, dense_stride
-from megastrategy.core.shards.own_parts import divided_params
+from megastrategy.core.shards.state_fragments import divided_params
 
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 

@@ -26,8 +26,7 @@ from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import describe_setup, memory_use
-from megastrategy.core.shards import offload
-from megastrategy.core.shards import state_storage as kept_state
+from megastrategy.core.shards import offload, state_storage
 from megastrategy.core.shards.saved_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
@@ -40,7 +39,7 @@ from tests.support.two_memories import TwoMemories, told_apart
 ON_HOST = {"offload_optimizer_states": True}
 NARROW = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
 WAYS = [ON_HOST, {**ON_HOST, **NARROW}]
-PIECES = {"_AT_ONCE_NUMEL": 64, "CHUNK_NUMEL": 48}
+PIECES = {"_AT_ONCE_NUMEL": 64, "BLOCK_NUMEL": 48}
 
 
 def kept(ours: Ours) -> list[Tensor]:
@@ -92,7 +91,7 @@ def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_pa
             check("stepped in one call")
             ours.model.close()
 
-    with told_apart(), saving_among_threads(), mock.patch.multiple(kept_state, **PIECES):
+    with told_apart(), saving_among_threads(), mock.patch.multiple(state_storage, **PIECES):
         run_ranks(2, run)
 
 
@@ -263,14 +262,14 @@ def test_copies_may_be_late_or_early(way: dict[str, Any], early: bool) -> None:
     def on_streams(device: torch.device) -> offload.Offload:
         return offload.Offload(device, LazyDevice(early=early))
 
-    with mock.patch.multiple(kept_state, Offload=on_streams, **PIECES):
+    with mock.patch.multiple(state_storage, Offload=on_streams, **PIECES):
         assert_same_file(trained(2, adam, torch.bfloat16, range(4), **way), plain)
 
 
 def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of buckets, too; and three pieces are the most that the device has memory for."""
-    monkeypatch.setattr(kept_state, "_AT_ONCE_NUMEL", 64)
-    monkeypatch.setattr(kept_state, "CHUNK_NUMEL", 48)
+    monkeypatch.setattr(state_storage, "_AT_ONCE_NUMEL", 64)
+    monkeypatch.setattr(state_storage, "BLOCK_NUMEL", 48)
 
     def run(rank: int, group: ProcessGroup) -> None:
         seen = Notes()
@@ -344,7 +343,7 @@ def test_a_step_waits_for_the_device_once_and_in_bounded_time() -> None:
             optimizer.step()
         assert device.num_aborts == 1
 
-    with mock.patch.object(kept_state, "Offload", lambda device: offload.Offload(device, LazyDevice())):
+    with mock.patch.object(state_storage, "Offload", lambda device: offload.Offload(device, LazyDevice())):
         run_ranks(2, run)
 
 
@@ -375,5 +374,5 @@ def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on
             ours.model.close()
 
     expected = trained(2, torch.optim.AdamW, torch.bfloat16, range(4), **way)
-    with told_apart(), mock.patch.multiple(kept_state, **PIECES):
+    with told_apart(), mock.patch.multiple(state_storage, **PIECES):
         run_ranks(2, run)

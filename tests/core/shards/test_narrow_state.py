@@ -24,7 +24,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.errors import OptimizerNotShardableError
-from megastrategy.core.shards import state_storage as kept_state
+from megastrategy.core.shards import state_storage
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, plain_momentum, trained
 from tests.support.narrow_reference import round_states
@@ -202,14 +202,14 @@ def test_in_a_step_few_elements_have_fp32_at_once() -> None:
             assert all(dtypes == {torch.float32} for _, dtypes in seen)
             ours.model.close()
 
-    with mock.patch.multiple(kept_state, _AT_ONCE_NUMEL=64, CHUNK_NUMEL=48):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=48):
         run_ranks(2, run)
 
 
 def test_pieces_change_no_bit() -> None:
     plain = trained(2, adam, torch.bfloat16, range(4), **BOTH)
     for at_once, chunk in ((64, 48), (1, 1), (100, 100)):
-        with mock.patch.multiple(kept_state, _AT_ONCE_NUMEL=at_once, CHUNK_NUMEL=chunk):
+        with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, BLOCK_NUMEL=chunk):
             assert_same_file(trained(2, adam, torch.bfloat16, range(4), **BOTH), plain)
 
 
@@ -234,7 +234,7 @@ def test_a_fused_kernel_on_the_host_has_whole_shards() -> None:
         return torch.optim.AdamW(params, lr=0.02, fused=True)
 
     plain = trained(2, fused, torch.bfloat16, range(4))
-    with mock.patch.multiple(kept_state, _AT_ONCE_NUMEL=64, CHUNK_NUMEL=13):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=13):
         assert_same_file(trained(2, fused, torch.bfloat16, range(4), **BITS), plain)
 
 
@@ -323,7 +323,7 @@ def test_main_params_half_way_between_two_weights(size: int) -> None:
     weights = every.bfloat16().float()
     assert bool(((lower == 2**15) & (weights < every)).any())
     assert bool(((lower == 2**15) & (weights > every)).any())
-    with mock.patch.multiple(kept_state, _AT_ONCE_NUMEL=64, CHUNK_NUMEL=13):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=13):
         for steps, expected in zip((1, 2, 4), plain, strict=True):
             assert_same_file(run_of(size, range(steps), **BITS), expected)
         moved = run_of(5 - size if size < 4 else 2, range(1, 4), run_of(size, range(1), **BITS), **BITS)
@@ -386,7 +386,7 @@ def test_on_one_rank_nothing_is_narrow() -> None:
 
 def test_nobody_else_imports_it() -> None:
     """At the top level of a module, but for types."""
-    own = {"state_storage", "main_bits", "random_rounding"}
+    own = {"state_storage", "low_bits", "random_rounding"}
     for path in Path(megastrategy.__file__).parent.rglob("*.py"):
         if path.stem in own:
             continue

@@ -1,4 +1,4 @@
-"""Parameters of an optimizer that the wrapped model has not; see [Note: strangers].
+"""Parameters of an optimizer that the wrapped model has not; see [Note: parameters that are not the model's].
 
 torch DDP is the reference, with the same head outside of the model.
 """

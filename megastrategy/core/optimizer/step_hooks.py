@@ -1,6 +1,6 @@
 """Whoever watches the steps of a user's optimizer, hooks and wrappers, and how shards are kept from them.
 
-[Note: the innermost call]
+[Note: hooks around shards]
 torch's optimizers run hooks in the class's own ``step``: the global ones before those of the object, and after them at
 the end. A wrapper that somebody has put in the place of ``optimizer.step`` calls that ``step`` in the end. So the last
 hook before and the first one after are what is nearest to the arithmetic, and all watchers are outside of them.
@@ -28,7 +28,7 @@ def may_see_shards(hook: H) -> H:
     return hook
 
 
-def is_watched(optimizer: Optimizer) -> bool:
+def has_user_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody else's hook or wrapper may see the steps of an optimizer inside of a ShardedOptimizer."""
     own_hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     others = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
@@ -42,7 +42,7 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 class InnermostCall:
-    """While this is open, ``context`` is entered around the class's own ``step``; see [Note: the innermost call].
+    """While this is open, ``context`` is entered around the class's own ``step``; see [Note: hooks around shards].
 
     A class whose ``step`` calls its base's has hooks in both; the outer one counts.
     """

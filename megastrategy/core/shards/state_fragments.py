@@ -1,8 +1,8 @@
-"""The parts of an optimizer's state that one rank has, and what the owners of one parameter tell each other of theirs.
+"""This rank's fragments of the optimizer state, and how the owners of one parameter check that theirs fit together.
 
-[Note: pieces]
-In a step neighbouring shards are one flat tensor, and so is their state (flat_run's [Note: runs]). It is described
-and copied as it lies: a model of 6,000 parameters has a few such pieces, and thousands of copies would cost more than
+[Note: fragments]
+In a step neighbouring shards are one flat tensor, and so is their state (flat_run's [Note: runs]). It is described and
+copied in that form: a model of 6,000 parameters has a few such fragments, and thousands of copies would cost more than
 all bytes that are sent.
 """
 
@@ -32,12 +32,12 @@ Kind = tuple[torch.dtype, torch.Size] | None
 """The dtype and shape of a tensor that belongs to a parameter as a whole; None for any other value."""
 
 Packed = list[tuple[list[list[int]], dict[str, Kind], dict[str, list[Any]]]]
-"""Pieces whose values have the same names: the parameters of each, the kinds, and the values by name, one a piece."""
+"""Fragments whose values have the same names: the parameters of each, the kinds, and by name a value a fragment."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
-    """A description of the state that a rank has, in a few pieces, to be sent."""
+class Description:
+    """A description of the state that a rank has, in a few fragments, to be sent."""
 
     scalars: Packed
     """The values that belong to a parameter as a whole."""
@@ -77,7 +77,7 @@ class Described:
                     )
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Neighbouring shards whose state is one."""
 
     shards: tuple[ParamShard, ...]
@@ -88,7 +88,7 @@ class Piece(NamedTuple):
     """Holds, flat and ``numel`` long, each tensor that is kept for each element."""
 
 
-class MainParamWhenRead(Mapping[str, Tensor]):
+class LazyMainParam(Mapping[str, Tensor]):
     """The main param of a shard under a name; where it has to be made it is made when it is read, and nobody keeps
     it."""
 
@@ -108,54 +108,54 @@ class MainParamWhenRead(Mapping[str, Tensor]):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnParts:
+class StateFragments:
     """The parts of an optimizer's state that this rank has.
 
     Attributes:
-        pieces: all of them, by [Note: pieces].
+        fragments: all of them, by [Note: fragments].
         layout: where they are.
         all_reduce_option: how the user asks for whole parameters, for an error whose way out it is.
         known: the names of what the optimizer keeps for each element, where that is known.
         whole: by parameter, the state of those that this rank steps whole; None if no rank steps any so.
     """
 
-    pieces: Sequence[Piece]
+    fragments: Sequence[Fragment]
     layout: BufferLayout
     all_reduce_option: str
     known: set[str] | None
     whole: Mapping[int, Mapping[str, Any]] | None = None
 
     @functools.cached_property
-    def _by_bucket(self) -> dict[int, list[Piece]]:
-        by_bucket: dict[int, list[Piece]] = {}
-        for piece in self.pieces:
-            by_bucket.setdefault(self.layout.slots[piece.shards[0].param].bucket, []).append(piece)
+    def _by_bucket(self) -> dict[int, list[Fragment]]:
+        by_bucket: dict[int, list[Fragment]] = {}
+        for fragment in self.fragments:
+            by_bucket.setdefault(self.layout.slots[fragment.shards[0].param].bucket, []).append(fragment)
         return by_bucket
 
-    def describe(self) -> Described:
+    def describe(self) -> Description:
         """Describes them.
 
         Raises:
             CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
         """
         known, params_by_keys = self._known_here(), dict[Keys, list[int]]()
-        alike: dict[tuple[tuple[str, Kind], ...], list[Piece]] = {}
-        for piece in self.pieces:
+        alike: dict[tuple[tuple[str, Kind], ...], list[Fragment]] = {}
+        for fragment in self.fragments:
             keys: list[tuple[str, torch.dtype]] = []
             kinds: list[tuple[str, Kind]] = []
-            for name, value in piece.state.items():
-                if is_per_element(name, value, (piece.numel,), known):
+            for name, value in fragment.state.items():
+                if is_per_element(name, value, (fragment.numel,), known):
                     keys.append((name, value.dtype))
                     continue
-                if (found := describe_undividable(name, value, (piece.numel,))) is not None:
+                if (found := describe_undividable(name, value, (fragment.numel,))) is not None:
                     raise CheckpointError(f"the optimizer keeps {found}")
                 kinds.append((name, (value.dtype, value.shape) if isinstance(value, Tensor) else None))
             if keys:
-                params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in piece.shards)
+                params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in fragment.shards)
             if kinds:
-                alike.setdefault(tuple(kinds), []).append(piece)
-        packed = [_pack(kinds, pieces) for kinds, pieces in alike.items()]
-        return Described(packed, params_by_keys, tuple(sorted(self.whole or ())))
+                alike.setdefault(tuple(kinds), []).append(fragment)
+        packed = [_pack(kinds, fragments) for kinds, fragments in alike.items()]
+        return Description(packed, params_by_keys, tuple(sorted(self.whole or ())))
 
     def _known_here(self) -> set[str] | None:
         """``known``, and names that came into being later: a tensor of two elements tells what one of one cannot."""
@@ -163,27 +163,27 @@ class OwnParts:
             return None
         return self.known | {
             name
-            for piece in self.pieces
-            if piece.numel > 1
-            for name, value in piece.state.items()
-            if name not in self.known and is_per_element(name, value, (piece.numel,), None)
+            for fragment in self.fragments
+            if fragment.numel > 1
+            for name, value in fragment.state.items()
+            if name not in self.known and is_per_element(name, value, (fragment.numel,), None)
         }
 
     def put(self, flat: Tensor, bucket: Bucket, name: str) -> None:
         """Puts this rank's elements of a bucket, of one name and of the dtype of ``flat``, where they belong in it."""
         spans: list[tuple[int, int]] = []
         values: list[Tensor] = []
-        for piece in self._by_bucket.get(bucket.index, ()):
-            value, shard = piece.state.get(name), piece.shards[0]
-            if isinstance(value, Tensor) and value.dtype == flat.dtype and value.shape == (piece.numel,):
+        for fragment in self._by_bucket.get(bucket.index, ()):
+            value, shard = fragment.state.get(name), fragment.shards[0]
+            if isinstance(value, Tensor) and value.dtype == flat.dtype and value.shape == (fragment.numel,):
                 start = self.layout.slots[shard.param].start + shard.start - bucket.start
-                spans.append((start, start + piece.numel))
+                spans.append((start, start + fragment.numel))
                 values.append(value)
         if values:  # one call for all of them: there may be thousands
             torch._foreach_copy_(_views(flat, spans), values)
 
 
-def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
+def agreed_keys(everybody: Sequence[Description], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
     """The names and dtypes of element-wise state by parameter, in which all its owners agree.
 
     Args:
@@ -257,14 +257,14 @@ def _agree(
 
 
 def _pack(
-    kinds: tuple[tuple[str, Kind], ...], pieces: Sequence[Piece]
+    kinds: tuple[tuple[str, Kind], ...], fragments: Sequence[Fragment]
 ) -> tuple[list[list[int]], dict[str, Kind], dict[str, list[Any]]]:
     """Packs thousands of small values into a few: to pickle a tensor takes 100 us, and keeps it alive for a while."""
-    columns = {name: [piece.state[name] for piece in pieces] for name, _ in kinds}
+    columns = {name: [fragment.state[name] for fragment in fragments] for name, _ in kinds}
     for name, kind in kinds:
         if kind is not None:
             columns[name] = torch.stack(columns[name]).tolist()
-    return [[shard.param for shard in piece.shards] for piece in pieces], dict(kinds), columns
+    return [[shard.param for shard in fragment.shards] for fragment in fragments], dict(kinds), columns
 
 
 def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:

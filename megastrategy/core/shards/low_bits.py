@@ -1,6 +1,6 @@
 """Keeps of fp32 main params what their bf16 weights lack, exactly: 17 bits an element instead of 32.
 
-[Note: what weights lack]
+[Note: the low bits of main params]
 As whole numbers, the bits of a main param and those of its weight (with 16 zeros behind) differ by -2**15 to 2**15: a
 weight is its main param's rounding to the nearest. Those are 65,537 differences, one more than 16 bits can tell apart.
 The one too many is a main param that lies half way between two weights: it is rounded to the even one of the two, from
@@ -58,8 +58,8 @@ class Bitmap:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MainBits:
-    """The bits that the weights of some elements lack; see [Note: what weights lack].
+class LowBits:
+    """The bits that the weights of some elements lack; see [Note: the low bits of main params].
 
     Attributes:
         low: int16, 1-D: the differences, of which 2**15 wraps to -2**15.
@@ -70,9 +70,9 @@ class MainBits:
     bitmap: Bitmap
     first: int
 
-    def part(self, low: Tensor, start: int) -> MainBits:
+    def part(self, low: Tensor, start: int) -> LowBits:
         """Those of the elements from ``start`` on; ``low`` is the part of this one's."""
-        return MainBits(low, self.bitmap, self.first + start)
+        return LowBits(low, self.bitmap, self.first + start)
 
     def join(self, weights: Tensor) -> Tensor:
         """The main params, fp32, in memory of their own; see :func:`.param_shard.take_outside_changes` for those whose

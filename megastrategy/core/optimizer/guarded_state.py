@@ -1,6 +1,6 @@
 """Shows the state of a user's optimizer that steps shards, and refuses to look it up by the model's Parameters.
 
-[Note: state that nobody misses in silence]
+[Note: why a look-up by a Parameter raises]
 The optimizer's state is keyed by what is stepped, shards and main params. ``optimizer.state`` is a ``defaultdict``, so
 code that resets the momentum of one Parameter, or a method of the user's class that is called unbound, would find an
 empty state for it, do nothing, and say nothing. So a look-up by such a Parameter raises, with the way out. What walks
@@ -19,8 +19,8 @@ from ..errors import DirectUseError
 _MISSING = object()
 
 
-class ShownState(MutableMapping[Any, Any]):
-    """The optimizer's own state, which is changed through it; see [Note: state that nobody misses in silence].
+class GuardedState(MutableMapping[Any, Any]):
+    """The optimizer's own state, which is changed through it; see [Note: why a look-up by a Parameter raises].
 
     Args:
         why_not: says in words why there is nothing under a tensor; None for one that is stepped itself.
@@ -71,13 +71,13 @@ class ShownState(MutableMapping[Any, Any]):
         return f"{type(self).__name__}({self._state!r})"
 
 
-def own_state_of(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
+def unguarded_state(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
     """Returns ``state``, which is assigned to an optimizer, or the one that it shows.
 
     Raises:
         DirectUseError: if it has state under a tensor whose state is not kept here; see ``why_not``.
     """
-    if isinstance(state, ShownState):
+    if isinstance(state, GuardedState):
         return state._state
     for key in state:
         if isinstance(key, Tensor) and (reason := why_not(key)) is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megastrategy.core import devices
-from megastrategy.core.shards.main_bits import Bitmap, MainBits
+from megastrategy.core.shards.low_bits import Bitmap, LowBits
 from megastrategy.core.shards.param_shard import ParamShard, take_outside_changes
 
 HALF = 2**15
@@ -21,10 +21,10 @@ def all_near(upper: int) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def kept(main: Tensor, first: int = 0) -> tuple[Tensor, MainBits]:
+def kept(main: Tensor, first: int = 0) -> tuple[Tensor, LowBits]:
     weights = main.to(torch.bfloat16)
     bitmap = Bitmap(torch.zeros((first + main.numel() + 7) // 8, dtype=torch.uint8))
-    bits = MainBits(torch.zeros(main.numel(), dtype=torch.int16), bitmap, first)
+    bits = LowBits(torch.zeros(main.numel(), dtype=torch.int16), bitmap, first)
     bits.split_(main, weights)
     return weights, bits
 

@@ -1,6 +1,6 @@
 """Makes the user's optimizer one of torch's own again, after the model that it stepped was closed.
 
-[Note: when an optimizer is given back]
+[Note: what close() does to an optimizer]
 Closing a model gives its optimizers back: the state is whole on every rank, under the model's Parameters, and no hook
 refuses to be called. All ranks gather for it. Where they do not all close the model, or an exception is being handled,
 or a door leaves the state in shards because no user code has the optimizer, the shards stay until the optimizer is used

@@ -35,7 +35,7 @@ def unpacked(data: Any) -> States:
     return states
 
 
-def gather_whole(
+def gather_states(
     own: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yields every owner's states on rank 0, by parameter, and nothing elsewhere. Collective.
@@ -94,10 +94,10 @@ def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[An
     return {keys[place]: value for place, value in found} if lacks_some[ranks.rank] else saved
 
 
-def gather_whole_everywhere(
+def gather_states_everywhere(
     own: Mapping[Any, Mapping[str, Any]], collectives: Collectives
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on every rank; see :func:`gather_whole`. Collective, between hosts."""
+    """Yields every owner's states on every rank; see :func:`gather_states`. Collective, between hosts."""
     rounds = _rounds(own)
     while any(parts := collectives.all_gather_bytes(bytes(next(rounds, b"")))):
         for data in filter(None, parts):
