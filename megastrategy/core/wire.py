@@ -1,7 +1,7 @@
 """Rounds numbers for the wire: to a dtype of fewer bits, or to 8 bits each with a scale for each block; see the
 configuration's ``grad_wire_dtype`` and ``param_wire_dtype``.
 
-[Note: blocks]
+[Note: int8 blocks]
 ``torch.int8`` stands for blocks: 64 numbers are 64 codes and behind them, in two bytes, their scale in bf16. A number
 is its code times the scale, exactly so in fp32. Blocks follow each other, so that parts and pieces of what is sent are
 parts and pieces of one 1-D tensor, as they are in 16 bits. 64 elements is what the layout aligns parameters and shards
@@ -106,7 +106,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 def wire_numel(numel: int, dtype: torch.dtype) -> int:
     """The elements of a tensor of ``dtype`` in which so many numbers are written; ``dtype`` may be :data:`torch.int8`
-    (see [Note: blocks])."""
+    (see [Note: int8 blocks])."""
     return -(-numel // BLOCK_NUMEL) * BLOCK_NBYTES if dtype == torch.int8 else numel
 
 

@@ -1,8 +1,8 @@
-"""The memory of gradients and weights, and the contents of ``.grad``."""
+"""The memory of gradients and weights, and ``.grad``: see grad_buffers' [Note: life of a gradient view]."""
 
 from .contiguous_buffers import ContiguousGradBuffers
 from .flattened_buffers import FlattenedGradBuffers
-from .grad_buffers import GradBuffers, slice_view
+from .grad_buffers import GradBuffers, has_unreduced, late_grad, pop_late_grad, slice_view
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .nonfinite import FiniteCheck, NonFinite, describe_nonfinite
 from .param_buffers import ParamBuffers
@@ -21,8 +21,11 @@ __all__ = [
     "ReducedGrad",
     "declare_main_grads",
     "describe_nonfinite",
+    "has_unreduced",
     "inside_backward",
     "inside_node",
+    "late_grad",
+    "pop_late_grad",
     "slice_view",
     "withdraw_main_grads",
 ]

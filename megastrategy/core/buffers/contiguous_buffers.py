@@ -1,15 +1,15 @@
 """Persistent contiguous buffers, in which gradients accumulate until they are reduced.
 
-[Note: what is not zeroed]
-A gradient that is to begin from zero could be added to zeros, which takes a pass that writes them and one that reads
-them again. Autograd hands the first gradient over instead (``.grad`` is None until then), and it is copied into its
-view. That takes a call from Python for each parameter, so smaller ones are zeroed, all at once, and added to. A view
-whose gradient does not come is zeroed when its bucket is sealed.
+[Note: first gradients are copied, not added to zeros]
+A gradient that has to begin from zero could be added to zeros, which takes one pass that writes them and one that reads
+them again. Instead autograd makes its own tensor (``.grad`` is None until then), which is copied into the view. That
+takes a call from Python for each parameter, so smaller views are zeroed, all at once, and added to. A view whose
+gradient does not come is zeroed when its bucket is sealed.
 
-[Note: what is held until its bucket is sealed]
-A gradient that may be a sum over tensor ranks (tensor_parallel's [Note: gradients of replicated parameters])
-accumulates in autograd's own tensor, which ``.grad`` is, from zero on. Where the view has something already, as after a
-reduction whose result was not dropped, torch adds to the view as to all others.
+[Note: partial sums over tensor ranks stay in .grad]
+A gradient that may be a partial sum, to be added up over tensor ranks (tensor_parallel's [Note: gradients of replicated
+parameters]), accumulates in autograd's own tensor, which is ``.grad``, if it begins from zero. Where the view already
+has a gradient, as after a reduction whose result was not dropped, torch adds to the view as to all others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .main_grads import has_main_grad, pop_added_flag, remove_main_grad, set_mai
 from .reduced_grad import ReducedGrad
 
 FILLED_NUMEL = 2**14
-"""A gradient of so many elements is copied into its view: two passes over 64 kB take as long as a call from Python."""
+"""The first gradient of a view of this size is copied: two passes over 64 kB take as long as a call from Python."""
 
 
 class ContiguousGradBuffers(GradBuffers):
@@ -39,50 +39,42 @@ class ContiguousGradBuffers(GradBuffers):
     def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
         super().__init__(dp_rank, device, parts)
         self.flats: list[Tensor] = []
-        self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
-        self._copied_on_first_grad: set[int] = (
-            set()
-        )  # parameters whose first gradient is copied; see [Note: what is not zeroed]
-        self._main_grad_pending: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
-        self._may_be_partial_sum: set[int] = set()  # parameters; see [Note: what is held until its bucket is sealed]
-        self._partial_sum_in_grad: set[int] = (
-            set()
-        )  # of them, those whose gradient is .grad, so that their view has none of it
-        self._sealed: set[int] = set()  # buckets that are on the wire
-        self._uninitialised: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
+        self.main_grads: dict[int, Tensor] = {}
+        self._main_grads_pending: set[int] = set()  # those of them whose .grad is None, in this backward
+        # By parameter that may have partial sums over tensor ranks, whether .grad has it and the view has nothing.
+        self._partial_sum_in_grad: dict[int, bool] = {}
+        self._sealed: dict[int, Tensor] = {}  # by bucket that is on the wire, the tensor that is sent
+        self._uninitialised: set[int] = set()  # parameters whose view is invalid until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
-        layout = self.layout
-        for buffer in layout.buffers[len(self.flats) :]:
+        for buffer in self.layout.buffers[len(self.flats) :]:
             self.flats.append(torch.zeros(buffer.numel, dtype=buffer.grad_dtype, device=self._device))
         for index, grad in enumerate(grads, first):
-            if has_main_grad(self.params[index]):
-                # Another tensor than the view, whose references tell whether somebody has kept .grad.
+            param = self.params[index]
+            if has_main_grad(param):
+                # Another tensor than the view, whose references show whether user code has kept .grad.
                 self.main_grads[index] = self._slice(index)
-                set_main_grad(self.params[index], self.main_grads[index])
-            else:
-                if layout.params[index].numel >= FILLED_NUMEL:
-                    self._copied_on_first_grad.add(index)
-                if self.local_parts.may_be_sum(self.params[index]):
-                    self._may_be_partial_sum.add(index)
-            self.views[index] = self._view(index)
-            self._addresses.append(self._get_view(index).data_ptr())
+                set_main_grad(param, self.main_grads[index])
+            elif self.local_parts.may_be_sum(param):
+                self._partial_sum_in_grad[index] = False
+            view = self.views[index] = self._view(index)
+            self._addresses.append(view.data_ptr())
             if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
-                copy_grad_(self._get_view(index), grad)
-                self.params[index].grad, self.has_grad[index] = self.views[index], True
+                copy_grad_(view, grad)
+                param.grad, self.has_grad[index] = view, True
 
     def update_swapped_params(self) -> list[int]:
         swapped = super().update_swapped_params()
         for index in swapped:
-            # A DTensor's own address says nothing: its gradient may have been given other memory, too.
+            # A DTensor's own address is no evidence: its gradient may have been given other memory, too.
             if self.local_parts.local_view(self._get_view(index)).data_ptr() != self._slice(index).data_ptr():
                 self._restore_view(index)
         return swapped
 
     def _restore_view(self, index: int) -> None:
-        """A view that was given other memory is in the buffer again, with its content where that is the gradient."""
-        self.check_param(index)
+        """Replaces a view that was given other memory by one of the buffer, with its values if it is ``.grad``."""
+        self._check_param(index)
         param, moved = self.params[index], self._get_view(index)
         self.views[index] = self._view(index)
         if param.grad is moved:
@@ -90,20 +82,22 @@ class ContiguousGradBuffers(GradBuffers):
             param.grad = self.views[index]
 
     def _restore_moved_views(self) -> None:
-        """Looks for views that were given other memory by user code, as ``Module.half`` and ``share_memory`` do."""
+        """Finds views that user code has given other memory, as ``Module.half`` and ``share_memory`` do."""
         found = map(Tensor.data_ptr, map(self._get_view, range(len(self.views))))
         for index in [i for i, (here, place) in enumerate(zip(found, self._addresses, strict=True)) if here != place]:
             self._restore_view(index)
 
     def bucket(self, bucket: int) -> Tensor:
-        """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
+        """Returns the bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
         place = self.layout.buckets[bucket]
         return self.flats[place.buffer][place.start : place.end]
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
-        if self._sums[bucket] is None:
+        if self._buckets[bucket].sums is None:
             return self.flats[self.layout.buckets[bucket].buffer][start:end]
         return super().reduced(bucket, start, end)
+
+    # --- layers that add to main_grad --------------------------------------------------------------------------------
 
     def start_main_grads(self) -> None:
         if not self.main_grads:
@@ -119,20 +113,13 @@ class ContiguousGradBuffers(GradBuffers):
         self._open()
         for index in self.main_grads:
             self.params[index].grad = None
-        self._main_grad_pending = set(self.main_grads)
-
-    def clear(self, params: Iterable[int]) -> None:
-        params = list(params)
-        super().clear(params)
-        if self.main_grads:
-            for index in self.main_grads.keys() & params:
-                pop_added_flag(self.params[index])
+        self._main_grads_pending = set(self.main_grads)
 
     def finish_main_grads(self) -> None:
-        for index in self._main_grad_pending:
+        for index in self._main_grads_pending:
             if self.has_grad[index] and self.params[index].grad is None:
                 self.params[index].grad = self.views[index]
-        self._main_grad_pending = set()
+        self._main_grads_pending = set()
 
     def check_late_main_grad(self, param: int) -> None:
         if param in self.main_grads and pop_added_flag(self.params[param]):
@@ -142,15 +129,28 @@ class ContiguousGradBuffers(GradBuffers):
                 "checkpoint(use_reentrant=False)",
             )
 
+    def _main_grad_error(self, index: int, when: str) -> MainGradError:
+        name = self.layout.params[index].name
+        return MainGradError(f"parameter {name!r}: its layer added a gradient to main_grad {when}")
+
+    def clear(self, params: Iterable[int]) -> None:
+        params = list(params)
+        super().clear(params)
+        if self.main_grads:
+            for index in self.main_grads.keys() & params:
+                pop_added_flag(self.params[index])
+
+    # --- one backward ------------------------------------------------------------------------------------------------
+
     def open(self) -> None:
-        # A bias may come before the kernel has run, so that no layer has told of itself yet.
-        if self.main_grads and not self._main_grad_pending:
+        # A bias may come before the kernel has run, so the flags do not show yet whether a layer adds.
+        if self.main_grads and not self._main_grads_pending:
             raise self._main_grad_error(
                 min(self.main_grads),
                 "or will, in a backward that starts from no output of the model's forward: compute the loss from what "
                 "the wrapped model returned",
             )
-        for index in self._main_grad_pending:
+        for index in self._main_grads_pending:
             if self.params[index].grad is not None:
                 self.adopt_grad(index)
         self._open()
@@ -160,18 +160,19 @@ class ContiguousGradBuffers(GradBuffers):
         grads = self._notice_drops(range(len(self.params)))
         self._release_replaced_grads(grads)
         for bucket in self.layout.buckets:
-            # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
+            # Outside of this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
             # again.
-            if self._sharded and self._reduced[bucket.index]:
-                self.reopen(bucket.index)
+            if self._sharded and self._buckets[bucket.index].is_reduced:
+                self._reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
         self._keep_partial_sums_in_grad(grads)
-        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._uninitialised, self._not_in_view()
+        specs, parts = self.layout.params, self._parts
+        uninitialised, not_in_view = self._uninitialised, self._not_in_view()
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
-            if (grad is None and index in unfilled) or index in elsewhere:  # autograd hands its gradient over
+            if (grad is None and index in uninitialised) or index in not_in_view:  # autograd makes its own tensor
                 continue
             assert view is not None
             check_unchanged(parts[index], specs[index])
@@ -179,11 +180,11 @@ class ContiguousGradBuffers(GradBuffers):
                 if self.has_grad[index]:
                     self._zero_param(index)  # the user set .grad = None, which means zero
                     self.has_grad[index] = False
-            elif isinstance(grad, ReducedGrad):  # what was reduced stays, and autograd may have come before this call
+            elif isinstance(grad, ReducedGrad):  # the reduced gradient stays; autograd may have added before this call
                 if (pending := grad.take_pending()) is not None:
                     view.add_(pending)
             else:
-                # The user's tensor takes the place of what was summed: in torch .grad is all that there is.
+                # The user's tensor replaces the sums: in torch .grad is the only gradient.
                 self._zero_sums(index)
                 copy_grad_(view, grad)
                 self.has_grad[index] = True
@@ -191,36 +192,38 @@ class ContiguousGradBuffers(GradBuffers):
             param.grad = view
 
     def _not_in_view(self) -> set[int]:
-        """The parameters whose ``.grad`` is not their view in this backward: it is autograd's own, or the bucket is on
-        the wire, of a stage whose backwards are over."""
-        return self._main_grad_pending.union(
-            self._partial_sum_in_grad, *(self.layout.buckets[number].params for number in self._sealed)
-        )
+        """Returns the parameters whose ``.grad`` is not their view in this backward: it is autograd's own, or the
+        bucket is on the wire, of a pipeline stage whose backwards are over."""
+        in_grad = (index for index, is_in_grad in self._partial_sum_in_grad.items() if is_in_grad)
+        sealed = (self.layout.buckets[bucket].params for bucket in self._sealed)
+        return self._main_grads_pending.union(in_grad, *sealed)
 
-    def drop_unfinished(self) -> None:
-        self._sealed.clear()
-        super().drop_unfinished()
+    def _release_replaced_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Releases gradients that user code has replaced in ``.grad`` without clearing them."""
+        has_grad, views, not_in_view = self.has_grad, self.views, self._not_in_view()
+        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in not_in_view]
+        self._release_kept_grads([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
     def _keep_partial_sums_in_grad(self, grads: Sequence[Tensor | None]) -> None:
-        """Leaves gradients that may be sums over tensor ranks where autograd puts them, if nothing is in their view."""
-        for index in self._may_be_partial_sum:
-            if index in self._partial_sum_in_grad or not (self.has_grad[index] or grads[index] is self.views[index]):
-                self._partial_sum_in_grad.add(index)
+        """See [Note: partial sums over tensor ranks stay in .grad]."""
+        for index, is_in_grad in self._partial_sum_in_grad.items():
+            if is_in_grad or not (self.has_grad[index] or grads[index] is self.views[index]):
+                self._partial_sum_in_grad[index] = True
                 self.has_grad[index] = grads[index] is not None  # the user may have set .grad
 
-    def reopen(self, bucket: int) -> None:
-        """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
+    def _reopen(self, bucket: int) -> None:
+        """Makes a reduce-scattered bucket ready for accumulation and another reduction.
 
-        Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
-        shard is multiplied by the number of shards, the rest, which other ranks own, is zeroed. (Of d ranks, d /
-        num_shards hold the same shard, and the mean divides by d.) This takes no memory, and is what torch DDP
-        computes by averaging an average. Sums that lie apart stay, to be added to.
+        Afterwards a second reduction (mean over ranks) gives the first result plus the mean of the additions: the shard
+        is multiplied by the number of shards, the rest, which other ranks own, is zeroed. (Of d ranks, d / num_shards
+        have the same shard, and the mean divides by d.) This takes no memory, and is what torch DDP computes by
+        averaging an average. Separate sums stay, to be added to.
         """
-        place = self.layout.buckets[bucket]
+        place, state = self.layout.buckets[bucket], self._buckets[bucket]
         flat = self.flats[place.buffer]
-        shard_start, shard_end = self._shards[bucket]
-        if any(self.has_grad[i] and not self._stale[i] for i in place.params):  # else nothing to keep
-            if self._sums[bucket] is not None:
+        shard_start, shard_end = state.shard
+        if any(self.has_grad[i] and not self._stale[i] for i in place.params):  # otherwise nothing is kept
+            if state.sums is not None:
                 self.bucket(bucket).zero_()
             else:
                 flat[place.start : shard_start].zero_()
@@ -230,24 +233,24 @@ class ContiguousGradBuffers(GradBuffers):
             for index in place.params:
                 self._stale[index] = True
         self._zero_stale(bucket)
-        self._reduced[bucket] = False
+        state.is_reduced = False
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
         if self._sharded:
-            self.reopen(bucket)
+            self._reopen(bucket)
         for index in self.layout.buckets[bucket].params:
-            self.params[index].grad = self.views[index]  # sealing takes None for a drop, and would zero the sums
+            self.params[index].grad = self.views[index]  # seal() takes None for a drop, and would zero the sums
         for index, grad in grads.items():
             self._get_view(index).add_(grad)
 
     def adopt_grad(self, param: int) -> None:
-        self.check_param(param)
+        self._check_param(param)
         view = self._get_view(param)
         grad = self.params[param].grad
         assert grad is not None
-        if param in self._partial_sum_in_grad:
+        if self._partial_sum_in_grad.get(param):
             return
-        if param in self._main_grad_pending:
+        if param in self._main_grads_pending:
             self.params[param].grad = None
             if not pop_added_flag(self.params[param]):
                 view.add_(grad)
@@ -258,42 +261,55 @@ class ContiguousGradBuffers(GradBuffers):
 
     def seal(self, bucket: int) -> None:
         params, views, addresses, has_grad = self.params, self.views, self._addresses, self.has_grad
+        place = self.layout.buckets[bucket]
         stand_in = self._stand_in if self._sharded else None
-        if self._partial_sum_in_grad:
-            self._bring_in_partial_sums(bucket)
-        for index in self.layout.buckets[bucket].params:
+        self._sum_over_tensor_ranks(bucket)
+        for index in place.params:
             param, view = params[index], views[index]
             grad = param.grad
-            if grad is None and index in self._main_grad_pending and has_grad[index]:
+            if grad is None and index in self._main_grads_pending and has_grad[index]:
                 grad = view
-            if grad is None:  # dropped in this backward: the view still holds it, and would send it
-                del view  # which would count for somebody's
-                self.release_kept_grads([index])
+            if grad is None:  # dropped in this backward: the view still has it, and would send it
+                del view  # a reference that would count as user code's
+                self._release_kept_grads([index])
                 self._zero_param(index)
                 has_grad[index] = False
             elif grad is not view or grad.data_ptr() != addresses[index]:
-                # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
-                self.check_param(index)
+                # Replaced by the user, or re-pointed with the module (Module.to replaces .grad.data).
+                self._check_param(index)
                 del view
-                self.release_kept_grads([index])
+                self._release_kept_grads([index])
                 self.views[index] = self._view(index)
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
                 has_grad[index] = True
             param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
-        self._sealed.add(bucket)
-        if self._main_grad_pending:
-            self._main_grad_pending.difference_update(self.layout.buckets[bucket].params)
-        buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
-        if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
-            self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)
+        if self._main_grads_pending:
+            self._main_grads_pending.difference_update(place.params)
+        buffer, sent = self.layout.buffers[place.buffer], self.bucket(bucket)
+        if buffer.grad_wire_dtype != buffer.grad_dtype:  # in its memory, which is not read again before it is zeroed
+            sent = round_in_place(sent, buffer.grad_wire_dtype)
+        self._sealed[bucket] = sent
+
+    def _sum_over_tensor_ranks(self, bucket: int) -> None:
+        """Adds up the bucket's gradients that are partial sums, and copies them to their views. Collective over tensor
+        ranks if there are any."""
+        in_grad = [index for index in self.layout.buckets[bucket].params if self._partial_sum_in_grad.get(index)]
+        grads = self.local_parts.local_grads([self.params[index] for index in in_grad]) if in_grad else []
+        for index, grad in zip(in_grad, grads, strict=True):
+            self._partial_sum_in_grad[index] = False
+            if grad is not None:  # otherwise its view is zeroed as any other's
+                self._check_param(index)
+                copy_grad_(self.local_parts.local_view(self._get_view(index)), grad)
+                self._uninitialised.discard(index)
+                self.params[index].grad = self.views[index]
 
     def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
-        return self._rounded.get(bucket, self.bucket(bucket)), self._sums[bucket]
+        return self._sealed[bucket], self._buckets[bucket].sums
 
     def publish(self, bucket: int) -> None:
-        self._reduced[bucket] = True
-        self._sealed.discard(bucket)
+        self._buckets[bucket].is_reduced = True
+        self._sealed.pop(bucket, None)
         params = self.layout.buckets[bucket].params
         if self._sharded:
             self._show_reduced(params)
@@ -301,11 +317,9 @@ class ContiguousGradBuffers(GradBuffers):
             for index in params:
                 self.params[index].grad = self.views[index] if self.has_grad[index] else None
 
-    def _take_written(self, param: int, grad: Tensor) -> None:
-        copy_grad_(self._get_view(param), grad)
-        if (sums := self._owned_sums(param)) is not None:  # what is stepped, where there are such
-            start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)
-            sums.copy_(self.flats[self.layout.slots[param].buffer][start:end])
+    def drop_unfinished(self) -> None:
+        self._sealed.clear()
+        super().drop_unfinished()
 
     def drop_unused_grads(self) -> None:
         if not all(self.has_grad):
@@ -313,9 +327,17 @@ class ContiguousGradBuffers(GradBuffers):
                 if not self.has_grad[index] and param.grad is self.views[index]:  # zeros would decay momentum
                     param.grad = None
 
+    # --- between backwards -------------------------------------------------------------------------------------------
+
+    def _take_written(self, param: int, grad: Tensor) -> None:
+        copy_grad_(self._get_view(param), grad)
+        if (sums := self._owned_sums(param)) is not None:  # the optimizer steps with these
+            start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)
+            sums.copy_(self.flats[self.layout.slots[param].buffer][start:end])
+
     def close_and_return_memory(self) -> list[Tensor]:
         flats = self.flats
-        # Somebody may have kept one in the backward that the move ends, and would see other things in it.
+        # User code may have kept a gradient in the backward that the move ends, and would see other values in it.
         for index in referred_to_elsewhere(self.views):
             self._detach_view(index)
         self.close()
@@ -325,27 +347,10 @@ class ContiguousGradBuffers(GradBuffers):
         super().close(keeps_grads=keeps_grads)
         for index, place in self.main_grads.items():
             remove_main_grad(self.params[index], place)
-        self.main_grads, self._main_grad_pending, self._partial_sum_in_grad = {}, set(), set()
-        self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
+        self.main_grads, self._main_grads_pending, self._partial_sum_in_grad = {}, set(), {}
+        self.views, self.flats, self._sealed = [None] * len(self.params), [], {}
 
-    def _release_replaced_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
-        has_grad, views = self.has_grad, self.views
-        elsewhere = self._not_in_view()
-        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in elsewhere]
-        self.release_kept_grads([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
-
-    def _bring_in_partial_sums(self, bucket: int) -> None:
-        """Brings the bucket's gradients that are sums over tensor ranks to their views, when they are added up."""
-        held = [index for index in self.layout.buckets[bucket].params if index in self._partial_sum_in_grad]
-        grads = self.local_parts.local_grads([self.params[index] for index in held])
-        for index, grad in zip(held, grads, strict=True):
-            if grad is not None:  # else its view is zeroed as any other's
-                self.check_param(index)
-                copy_grad_(self.local_parts.local_view(self._get_view(index)), grad)
-                self._uninitialised.discard(index)
-                self.params[index].grad = self.views[index]
-        self._partial_sum_in_grad.difference_update(held)
+    # --- memory ------------------------------------------------------------------------------------------------------
 
     def _view(self, index: int) -> Tensor:
         return self.local_parts.as_grad(self.params[index], self._slice(index))
@@ -354,33 +359,26 @@ class ContiguousGradBuffers(GradBuffers):
         spec, slot = self.layout.params[index], self.layout.slots[index]
         return slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
 
-    def _main_grad_error(self, index: int, when: str) -> MainGradError:
-        name = self.layout.params[index].name
-        return MainGradError(f"parameter {name!r}: its layer added a gradient to main_grad {when}")
-
     def _get_view(self, index: int) -> Tensor:
         view = self.views[index]
         assert view is not None
         return view
 
-    def _between(self, bucket: int, params: Sequence[int]) -> list[Tensor]:
-        """The bucket without these parameters of it: what is sent with them, if it were only zeros."""
-        place = self.layout.buckets[bucket]
-        flat, start, parts = self.flats[place.buffer], place.start, list[Tensor]()
-        for index in params:  # by address, as a bucket's are
-            slot = self.layout.slots[index]
-            if start < slot.start:
-                parts.append(flat[start : slot.start])
-            start = slot.end
-        return [*parts, flat[start : place.end]]
-
     def _zero_param(self, param: int) -> None:
         self._get_view(param).zero_()
         self._uninitialised.discard(param)
-        self._zero_sums(param)
+        super()._zero_param(param)
 
     def _zero_bucket(self, bucket: int) -> None:
         super()._zero_bucket(bucket)
-        filled = [index for index in self.layout.buckets[bucket].params if index in self._copied_on_first_grad]
-        torch._foreach_zero_(self._between(bucket, filled))
-        self._uninitialised.update(filled)
+        place, slots = self.layout.buckets[bucket], self.layout.slots
+        flat, start, zeroed = self.flats[place.buffer], place.start, list[Tensor]()
+        for index in place.params:  # by address
+            slot = slots[index]
+            # See [Note: first gradients are copied, not added to zeros].
+            if slot.end - slot.start >= FILLED_NUMEL and index not in self.main_grads:
+                self._uninitialised.add(index)
+                if start < slot.start:
+                    zeroed.append(flat[start : slot.start])
+                start = slot.end
+        torch._foreach_zero_([*zeroed, flat[start : place.end]])

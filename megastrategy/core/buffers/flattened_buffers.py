@@ -1,4 +1,5 @@
-"""Gradients that have no buffers while they accumulate: Megatron-LM's fallback, for code that insists on ``.grad``."""
+"""Gradients without buffers while they accumulate: Megatron-LM's fallback, for code that needs autograd's own
+``.grad``."""
 
 from __future__ import annotations
 
@@ -12,13 +13,12 @@ from .grad_buffers import GradBuffers, copy_grad_
 
 
 class FlattenedGradBuffers(GradBuffers):
-    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
-    reduced."""
+    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, and a bucket exists
+    while it is reduced."""
 
     def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
         super().__init__(dp_rank, device, parts)
-        # By bucket, from its seal to its publish: as much as the model in the worst case, since all are sent at the
-        # end.
+        # By bucket, from its seal to its publication. All are sent at the end, so they may be as large as the model.
         self._flats: dict[int, Tensor] = {}
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
@@ -30,11 +30,11 @@ class FlattenedGradBuffers(GradBuffers):
             self.has_grad[index] = param.grad is not None
 
     def adopt_grad(self, param: int) -> None:
-        self.check_param(param)
+        self._check_param(param)
 
     def seal(self, bucket: int) -> None:
         place = self.layout.buckets[bucket]
-        # Zeros: unused parameters and the space between are sent, and must add nothing.
+        # Unused parameters and padding are sent, too, as zeros.
         flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
         grads = self.local_parts.local_grads([self.params[index] for index in place.params])
         for index, grad in zip(place.params, grads, strict=True):
@@ -50,10 +50,10 @@ class FlattenedGradBuffers(GradBuffers):
         flat, is_cut_alike = self._flats.pop(bucket), self.local_parts.is_cut_alike
         for index in self.layout.buckets[bucket].params:
             param = self.params[index]
-            # No rank used it: .grad stays None, which an optimizer skips; zeros would decay its momentum.
+            # No rank used it: .grad stays None, so optimizers skip it; zeros would decay its momentum.
             if not self.has_grad[index]:
                 continue
-            # A mean over ranks is dense, and cut as the parameter is.
+            # A mean over ranks is dense, and cut like the parameter.
             if param.grad is None or param.grad.layout != param.layout or not is_cut_alike(param, param.grad):
                 param.grad = torch.empty_like(param, dtype=flat.dtype)
             param.grad.copy_(self.local_parts.as_grad(param, self._view_in(flat, index)))

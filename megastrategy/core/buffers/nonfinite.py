@@ -1,4 +1,4 @@
-"""Finds where a gradient stopped being finite, rank, parameter and bucket, before a reduction spreads it."""
+"""Finds the rank, parameter and bucket of a gradient that is not finite, before a reduction spreads it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..layout import BufferLayout
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """A gradient with ``count`` of ``numel`` elements not finite, as it was on one rank, no other rank's added;
-    ``count`` is None where nobody counted. ``rank`` is the rank's name."""
+    """A gradient of one rank, before others are added, with ``count`` of ``numel`` elements not finite (None: not
+    counted). ``rank`` is the rank's name in messages."""
 
     rank: str
     param: str
@@ -31,26 +31,27 @@ class NonFinite:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is infinite or NaN. Waits for the device; makes no temporary as large as the tensor."""
-    # aminmax raises for no elements.
+    # aminmax raises if there are no elements.
     if tensor.numel() == 0:
         return True
-    # One pass, and NaN spreads through it: isfinite() would make a mask, a byte for each element of the bucket.
+    # One pass, and NaN spreads through it. isfinite() would make a mask with a byte per element of the bucket.
     smallest, largest = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
 class FiniteCheck:
-    """Looks at one rank's gradients before they are sent, and tells at the end of the backward what was not finite.
+    """Checks one rank's gradients before they are sent, and reports those that were not finite at the
+    end of the backward.
 
-    [Note: looking without waiting]
-    A rank's own gradient is gone when its bucket is on the wire, so it is looked at before. On an accelerator the host
-    would wait for all of backward so far, in each bucket's hook. So the largest magnitude of each gradient stays there,
-    one kernel a bucket, and the host reads all of them at once when backward has ended.
+    [Note: checking without a wait for the device]
+    A rank's own gradient is overwritten when its bucket is on the wire, so it is checked before. On an accelerator the
+    host would wait, in each bucket's hook, for all of backward so far. So the largest magnitude of each gradient stays
+    on the device, one kernel per bucket, and the host reads all of them at once when backward has ended.
 
     Args:
         rank: its name.
-        before_read: called before the host reads the device, which may wait for another rank: for weights that came
-            under the forward, or for the sums of pieces.
+        before_read: called before the host reads the device, a read that may wait for another rank: for weights that
+            are gathered under the forward, or for the sums of pieces.
     """
 
     def __init__(self, rank: str, before_read: Callable[[torch.device], object] = lambda _: None) -> None:
@@ -59,8 +60,8 @@ class FiniteCheck:
         self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
 
     def check_bucket(self, tensor: Tensor, bucket: int, layout: BufferLayout) -> None:
-        """``tensor``: 1-D, the bucket's elements."""
-        # One look for the whole bucket; its parameters one by one only after something was found.
+        """Checks the elements of a bucket, a 1-D ``tensor``."""
+        # One check of the whole bucket; its parameters are checked one by one only if it fails.
         if devices.is_on_host(tensor.device) and is_finite(tensor):
             return
         place, slots = layout.buckets[bucket], layout.slots
@@ -69,13 +70,14 @@ class FiniteCheck:
         )
 
     def check_grads(self, grads: Mapping[int, Tensor], layout: BufferLayout) -> None:
-        """``grads``: by parameter, of any shape."""
-        # A norm of no elements raises.
+        """Checks gradients of any shape, by parameter."""
+        # A norm raises if there are no elements.
         grads = {index: grad for index, grad in grads.items() if grad.numel() > 0}
         if not grads:
             return
         if not devices.is_on_host(next(iter(grads.values())).device):
-            # See [Note: looking without waiting]. NaN spreads through the largest magnitude, and no sum can overflow.
+            # See [Note: checking without a wait for the device]. NaN spreads through the largest magnitude, and
+            # no sum can overflow.
             norms = torch.stack(list(torch._foreach_norm(list(grads.values()), math.inf)))
             self._unread.append((list(grads), layout, norms.isfinite()))
             return
@@ -84,7 +86,7 @@ class FiniteCheck:
                 self._note(index, layout, int((~grad.isfinite()).sum()))
 
     def found(self) -> list[NonFinite]:
-        """Returns what was not finite so far. Waits for the device once, if it was looked at there."""
+        """Returns the gradients that were not finite so far. Waits for the device once, if any were checked there."""
         if self._unread:
             joined = torch.cat([flags for _, _, flags in self._unread])
             self._before_read(joined.device)
@@ -97,7 +99,7 @@ class FiniteCheck:
         return list(self._found)
 
     def clear(self) -> None:
-        """Forgets what was seen."""
+        """Forgets all findings."""
         self._found.clear()
         self._unread.clear()
 
@@ -107,7 +109,7 @@ class FiniteCheck:
 
 
 def describe_nonfinite(found: Sequence[NonFinite]) -> str:
-    """The message for all ranks."""
+    """Returns the message for all ranks."""
     lines = "; ".join(str(item) for item in found[:10]) + ("; ..." if len(found) > 10 else "")
     return (
         f"gradients were not finite before they were reduced: {lines}. Look first at the parameter that comes last in "

@@ -1,9 +1,9 @@
-"""Contiguous storage for parameters. The only file that assigns ``param.data``.
+"""Contiguous memory for parameters. The only file that assigns ``param.data``.
 
 [Note: parameters in shared memory]
-After ``module.share_memory()``, or after a process was given the module, other processes read the parameters at their
-addresses. Such a parameter keeps its memory: the flat buffer has a copy of it, which is stepped and gathered. A step
-begins with the values in shared memory, and each bucket's new weights are copied there when its gather has ended.
+After ``module.share_memory()``, or after the module was passed to a process, other processes read the parameters at
+their addresses. Such a parameter keeps its memory: the flat buffer has a copy of it, which is stepped and gathered. A
+step begins with the values in shared memory, and each bucket's new weights are copied there when its gather has ended.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from .grad_buffers import check_unchanged, slice_storage, slice_view
 class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
-    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. Weights in a chunk share a storage there
-    (recurrent_weights' [Note: weights in one chunk]), and every other parameter has one of its own. Where changes are
-    sent in their place, ``changes`` has memory for those,
-    of the same layout, in which everything is :data:`.wire.NO_CHANGE` but what is on its way. ``bitmaps`` are of
-    this rank's shards, one after the other, where low_bits keeps some. ``restore_params`` gives
-    parameters memory of their own again, and leaves those alone that were moved out of here from outside
-    (``module.double()``).
+    The parameters' memory moves into ``flats`` (1-D, the layout of the gradients) when this is made; values, shapes and
+    strides stay. Weights in a chunk share a storage there (recurrent_weights' [Note: weights in one chunk]), and every
+    other parameter has a storage of its own. Where changes are sent instead of weights, ``changes`` is the memory for
+    them, of the same layout; everything in it is :data:`.wire.NO_CHANGE` except what is in flight. ``bitmaps`` belong
+    to this rank's shards, one after the other, where low_bits keeps some. :meth:`restore_params` gives parameters
+    memory of their own again, except those that other code has moved out of here (``module.double()``).
 
     Args:
-        memory: memory to use for a while, by buffer, in the place of new memory; no changes are sent from there.
+        memory: by buffer, to be used for a while instead of new memory; no changes are sent from there.
     """
 
     def __init__(
@@ -47,12 +45,12 @@ class ParamBuffers:
         self._device, self._memory = device, memory
         self._local_parts = parts or LocalParts()
         self.params: list[Parameter] = []
-        self._parts: list[Tensor] = []  # of the parameters, which have memory here
+        self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
         self.bitmaps: list[Tensor | None] = []
         self._addresses: list[int] = []  # of the parameters, by index
-        self._copies: dict[int, Tensor] = {}  # by index, of parameters in shared memory: their place in the flat buffer
+        self._copies: dict[int, Tensor] = {}  # by index, the flat buffer's copies of shared parameters
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
 
@@ -90,33 +88,34 @@ class ParamBuffers:
         )
 
     def bucket(self, bucket: int) -> Tensor:
-        """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
+        """Returns the bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
         place = self.layout.buckets[bucket]
         return self.flats[place.buffer][place.start : place.end]
 
     def change(self, bucket: int) -> Tensor | None:
-        """The changes of the bucket's parameters, as they are sent: a 1-D view; None where weights are sent."""
+        """Returns the changes of the bucket's parameters as they are sent, a 1-D view; None where weights are sent."""
         place = self.layout.buckets[bucket]
         changes = self.changes[place.buffer]
         return None if changes is None else wire_part(changes, place.start, place.end)
 
     def clear_changes(self) -> None:
-        """Makes all that came, and was added to the weights, :data:`.wire.NO_CHANGE`."""
+        """Sets all received changes, which were added to the weights, to :data:`.wire.NO_CHANGE`."""
         for changes in self.changes:
             if changes is not None:
                 fill_no_change_(changes)
 
     def recapture(self) -> None:
-        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now, and
+        """Moves back in the parameters that other code has re-pointed (``p.data = x``), with their present values, and
         copies those in shared memory.
 
         Raises:
-            ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
+            ParameterChangedError: if one of them has a different dtype, shape or device than when
+                the model was wrapped.
         """
         self._local_parts.refresh(self._parts, self.params)
         moved: list[int] = []
         for index, part in enumerate(self._parts):
-            # Compared, since p.data = x leaves no other trace. An empty tensor has no address to compare.
+            # Compared, since p.data = x leaves no other trace. Empty tensors have no address.
             if part.data_ptr() != self._addresses[index] and part.numel() > 0:
                 check_unchanged(part, self.layout.params[index])
                 moved.append(index)
@@ -136,18 +135,18 @@ class ParamBuffers:
         return bool(self._copies)
 
     def copy_to_shared_params(self, bucket: int) -> None:
-        """Copies the bucket's weights, which are all there, to the parameters that are in shared memory."""
+        """Copies the bucket's weights, when all have been gathered, to the parameters in shared memory."""
         if self._copies:
             for index in self._copies.keys() & self.layout.buckets[bucket].params:
                 self._parts[index].data.copy_(self._copies[index])  # `.data`: as unseen by autograd as a gather
 
     def restore_params(self) -> None:
-        """Gives every parameter that lies here memory of its own, with the present values and strides."""
+        """Gives every parameter in the buffers memory of its own, with the present values and strides."""
         copies = {name: storage.clone() for name, storage in self._chunks.items()}
         self._local_parts.refresh(self._parts, self.params)
         for part, spec in zip(self._parts, self.layout.params, strict=True):
             if self._is_inside(part):
-                # A copy, or the flat buffer would live as long as any parameter that looks into it.
+                # A copy, or the flat buffer would live as long as any parameter in it.
                 if spec.chunk is not None:
                     part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
                 else:
@@ -155,7 +154,7 @@ class ParamBuffers:
         self.flats, self._chunks, self._copies = [], {}, {}
 
     def _is_inside(self, part: Tensor) -> bool:
-        """Whether the memory of a parameter is in the buffers: not where user code has moved it out
+        """Whether the memory of a parameter is in the buffers: not if user code has moved it out
         (``module.double()``)."""
         return any(flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.nbytes for flat in self.flats)
 
@@ -170,7 +169,7 @@ class ParamBuffers:
         self._addresses[index] = part.data_ptr()
 
     def _view(self, index: int) -> Tensor:
-        """The parameter's place in the flat buffer."""
+        """Returns the parameter's place in the flat buffer."""
         spec, slot = self.layout.params[index], self.layout.slots[index]
         flat = self.flats[slot.buffer]
         if (chunk := spec.chunk) is None:
@@ -183,10 +182,10 @@ class ParamBuffers:
 
 
 def _is_shared(part: Tensor) -> bool:
-    # Of a device torch calls all memory shared.
+    # torch says of all memory of a device that it is shared.
     return part.device.type == "cpu" and part.untyped_storage().is_shared()
 
 
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:
-    """A contiguous tensor of ``shape``, and of the dtype of ``like``, in the storage of its chunk."""
+    """Returns a contiguous tensor of ``shape``, of the dtype of ``like``, in the storage of its chunk."""
     return like.new_empty(0).set_(storage, chunk.start, tuple(shape), contiguous_stride(shape))

@@ -2,21 +2,21 @@
 
 After Megatron-LLaMA's bucket pool (https://github.com/alibaba/Megatron-LLaMA, overlapped distributed optimizer).
 
-[Note: what is held]
-Between backwards: the sums, 1/d of each bucket. In a backward also ``.grad`` of the buckets that are not complete yet,
-autograd's own, and up to ``NUM_STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
-reduced, since activations, at their most when backward begins, have a use for the memory.
+[Note: memory of pooled gradients]
+Between backwards: the sums, 1/d of each bucket. In a backward also autograd's own ``.grad`` of buckets that are not
+complete yet, and up to ``NUM_STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
+reduced, since activations need the memory most when backward begins.
 
-[Note: fragments]
-A bucket holds whole parameters, so one may be many times ``bucket_size``. It is sent in pieces: piece j is the j-th
-slice of every rank's shard, so that each rank receives slice j of its sums, and nobody's shard depends on the pieces.
-The gradients of such a bucket are kept until its last piece is staged.
+[Note: pieces of a bucket]
+A bucket contains whole parameters, so it may be many times larger than ``bucket_size``. It is sent in pieces: piece j
+is the j-th slice of every rank's shard, so each rank receives slice j of its sums, and shards do not depend on pieces.
+The gradients of such a bucket are kept until its last piece is copied to a staging buffer.
 
-[Note: waiting in backward]
+[Note: no deadlock while backward waits]
 A rank that is ahead waits, inside backward, for reductions that all ranks must launch. Each launches them in the same
-order and waits for earlier ones only, so none waits in a circle. A model whose backward has collectives of its own
-(SyncBatchNorm) must not, in addition, leave different parameters unused on different ranks: the bucket of one is
-launched at the end of that rank's backward, which the collective may keep it from.
+order and waits only for earlier ones, so ranks never wait for each other in a circle. A model whose backward has
+collectives of its own (SyncBatchNorm) must not, in addition, leave different parameters unused on different ranks: the
+bucket of such a parameter is launched at the end of that rank's backward, which the collective may keep it from.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .reduced_grad import ReducedGrad
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """Elements ``[start, end)`` of a staging buffer, filled from parameter ``param``, from element ``first`` on in its
-    memory order; or the space between parameters (``param`` is None), which is sent as zeros."""
+    """Elements ``[start, end)`` of a staging buffer, copied from parameter ``param``, from element ``first`` on in its
+    memory order; or padding between parameters (``param`` is None), which is sent as zeros."""
 
     start: int
     end: int
@@ -48,8 +48,8 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """The load of one collective: ``numel`` elements, and where they come from. Its result is added to elements
-    ``[start, end)`` of a rank's shard."""
+    """The input of one collective: ``numel`` elements and their sources. The result is added to elements ``[start,
+    end)`` of a rank's shard."""
 
     start: int
     end: int
@@ -70,8 +70,8 @@ class PooledGradBuffers(GradBuffers):
     def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
         super().__init__(dp_rank, device, parts)
         self._pieces: list[list[_Piece]] = []
-        self._sealed: dict[int, dict[int, Tensor]] = {}  # by bucket and parameter, what is not staged yet
-        self._on_the_way: set[int] = set()  # buckets that are sealed and not published
+        # By bucket from its seal to its publication, the gradients that are not in a staging buffer yet.
+        self._sealed: dict[int, dict[int, Tensor]] = {}
         self._staging: list[Tensor] = []  # 1-D bytes, the next to be used first
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
@@ -90,40 +90,39 @@ class PooledGradBuffers(GradBuffers):
         for bucket in self.layout.buckets:
             self._zero_stale(bucket.index)
         for index, param in enumerate(self.params):
-            if isinstance(param.grad, ReducedGrad):  # what autograd adds is sent alone, and added to the sums
+            if isinstance(param.grad, ReducedGrad):  # only autograd's addition is sent, and added to the sums
                 param.grad = param.grad.take_pending()
-            elif param.grad is not None:  # in place of what was summed; it is sent with what is added to it
-                self.check_param(index)
-                self.release_kept_grads([index])
+            elif param.grad is not None:  # replaces the sums; it is sent with the gradients that are added to it
+                self._check_param(index)
+                self._release_kept_grads([index])
                 self._zero_sums(index)
                 self.has_grad[index] = True
 
     def adopt_grad(self, param: int) -> None:
-        """It stays where autograd put it, and is looked at when its bucket is sealed."""
+        """Leaves it in ``.grad``, where :meth:`seal` reads it."""
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
         for index in self.layout.buckets[bucket].params:
             self.params[index].grad = grads.get(index)
 
     def seal(self, bucket: int) -> None:
-        sealed: dict[int, Tensor] = {}
+        sealed = self._sealed[bucket] = dict[int, Tensor]()
         indices = self.layout.buckets[bucket].params
         grads = self.local_parts.local_grads([self.params[index] for index in indices])
         for index, grad in zip(indices, grads, strict=True):
             param = self.params[index]
             if grad is not None:
-                self.check_param(index)
+                self._check_param(index)
                 sealed[index] = grad
                 self.has_grad[index] = True
-            # Also where this backward brought nothing: the sums of those before it are its gradient still.
+            # Also without a gradient in this backward: the sums of earlier ones are its gradient.
             param.grad = self._stand_in(index) if self.has_grad[index] else None
-        self._sealed[bucket] = sealed
-        self._on_the_way.add(bucket)
 
     def find_nonfinite(self, bucket: int, check: FiniteCheck) -> None:
         # A finite gradient may be infinite in the 16 bits in which it is sent.
         sent = self.layout.buffers[self.layout.buckets[bucket].buffer].staging_dtype
-        check.check_grads({i: self._flatten(i, grad).to(sent) for i, grad in self._sealed[bucket].items()}, self.layout)
+        grads = {index: self._flatten(index, grad).to(sent) for index, grad in self._sealed[bucket].items()}
+        check.check_grads(grads, self.layout)
 
     def num_pieces(self, bucket: int) -> int:
         return len(self._pieces[bucket])
@@ -131,17 +130,17 @@ class PooledGradBuffers(GradBuffers):
     @torch.no_grad()
     def piece_to_reduce(self, bucket: int, piece: int) -> tuple[Tensor, Tensor]:
         pieces, grads = self._pieces[bucket], self._sealed[bucket]
-        if piece == 0:  # not once for each piece, should it take a copy
+        if piece == 0:  # once for all pieces, since it may copy
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
         plan = pieces[piece]
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
         tensor = self._next_staging(plan.numel, buffer.staging_dtype)
         empty, filled, sources = list[Tensor](), list[Tensor](), list[Tensor]()
         for copy in plan.copies:
-            grad = None if copy.param is None else grads.get(copy.param)
+            grad = grads.get(copy.param) if copy.param is not None else None
             if grad is None:
-                # The staging buffer holds an earlier piece, which would be reduced once more, as another parameter's
-                # gradient.
+                # Zeroed, since the staging buffer has the gradients of an earlier piece, which would be reduced once
+                # more, as those of another parameter.
                 empty.append(tensor[copy.start : copy.end])
             else:
                 filled.append(tensor[copy.start : copy.end])
@@ -151,25 +150,25 @@ class PooledGradBuffers(GradBuffers):
             torch._foreach_zero_(empty)
         if filled:
             torch._foreach_copy_(filled, sources)
-        # The last reference: autograd's memory goes back here, which is what pooling is for.
+        # The last references: autograd's memory is freed here, which is the purpose of pooling.
         if piece == len(pieces) - 1:
-            del self._sealed[bucket]
+            self._sealed[bucket] = {}
         if buffer.staging_dtype != buffer.grad_wire_dtype:
             tensor = round_in_place(tensor, buffer.grad_wire_dtype)
-        first = self._shards[bucket][0]
+        first = self._buckets[bucket].shard[0]
         return tensor, self.reduced(bucket, first + plan.start, first + plan.end)
 
     def publish(self, bucket: int) -> None:
-        self._reduced[bucket] = True
-        # Another rank may have used what this one has not; has_grad says so by now.
+        self._buckets[bucket].is_reduced = True
+        # Another rank may have used parameters that this one has not; has_grad includes those by now.
         self._show_reduced(self.layout.buckets[bucket].params)
-        self._on_the_way.discard(bucket)
-        # Between buckets they stay, or each piece would allocate anew.
-        if not self._on_the_way:
+        self._sealed.pop(bucket, None)
+        # Not between buckets, or each piece would allocate anew.
+        if not self._sealed:
             self._staging.clear()
 
     def _next_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The staging buffer that was used longest ago; whoever sends has waited for what was in it."""
+        """Returns the staging buffer that was used longest ago; the sender has waited for its last piece."""
         made = len(self._staging)
         if made < len(self._staging_nbytes):
             self._staging.append(torch.empty(self._staging_nbytes[made], dtype=torch.uint8, device=self._device))
@@ -178,9 +177,9 @@ class PooledGradBuffers(GradBuffers):
         return self._staging[-1][: numel * dtype.itemsize].view(dtype)
 
     def _flatten(self, index: int, grad: Tensor) -> Tensor:
-        """A gradient as 1-D, in its parameter's memory order: a view where it lies so, as autograd makes it."""
+        """Returns a gradient as 1-D, in its parameter's memory order: a view if it has that order, as it mostly has."""
         spec = self.layout.params[index]
-        # Sparse, expanded or transposed: autograd hands over whatever the last operation made.
+        # Sparse, expanded or transposed: autograd passes on the result of the last operation as it is.
         if grad.layout != torch.strided or grad.stride() != spec.stride:
             dense = torch.empty_strided(spec.shape, spec.stride, dtype=spec.grad_dtype, device=self._device)
             copy_grad_(dense, grad)
@@ -190,31 +189,29 @@ class PooledGradBuffers(GradBuffers):
     # --- between backwards -------------------------------------------------------------------------------------------
 
     def _take_written(self, param: int, grad: Tensor) -> None:
-        part, owned = self.local_parts.local_grad(self.params[param]), self.layout.owned_range(param, self._dp_rank)
+        part, sums = self.local_parts.local_grad(self.params[param]), self._owned_sums(param)
         assert part is not None
-        if owned is not None:
+        if sums is not None:
+            start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)
             slot = self.layout.slots[param]
-            flat = self._flatten(param, part)
-            self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
+            sums.copy_(self._flatten(param, part)[start - slot.start : end - slot.start])
 
     def drop_unfinished(self) -> None:
         super().drop_unfinished()
         self._sealed.clear()
-        self._on_the_way.clear()
         self._staging.clear()
 
     def close(self, *, keeps_grads: bool = False) -> None:
         super().close(keeps_grads=keeps_grads)
         self._staging, self._sealed = [], {}
-        self._on_the_way.clear()
 
 
 def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:
-    """Plans the piece with elements ``[start, end)`` of every shard of the bucket, one shard's after the other's."""
+    """Plans the piece with elements ``[start, end)`` of every shard of the bucket, shard after shard."""
     shard_numel = bucket.shard_numel
     copies: list[_Copy] = []
     staged = 0
-    # the shards lie side by side: all of them are one stretch
+    # The shards are adjacent: all of them are one stretch.
     stretches = (
         [(bucket.start, bucket.end)]
         if (start, end) == (0, shard_numel)
@@ -229,7 +226,7 @@ def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _
             slot = layout.slots[index]
             first, last = max(slot.start, stretch_start), min(slot.end, stretch_end)
             if first < last:
-                # The space between aligned parameters is sent too; left out, it would keep what the buffer held before.
+                # The padding between parameters is sent too. Not copied, it would have the values of an earlier piece.
                 if position < first:
                     copies.append(_Copy(position + shift, first + shift, None, 0))
                 copies.append(_Copy(first + shift, last + shift, index, first - slot.start))

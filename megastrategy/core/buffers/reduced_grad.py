@@ -1,14 +1,14 @@
-"""The stand-in that ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no element.
+"""The stand-in that ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no elements.
 
-[Note: a gradient that nobody can misread]
+[Note: why .grad is a stand-in after reduce-scatter]
 After a reduce-scatter this rank has a shard of each gradient. ``None`` in ``.grad`` would be silent, since torch's
 clipping, its scalers and most libraries skip a gradient of None; the shard, or the buffer around it, would be a wrong
-number. So ``.grad`` is a stand-in without storage. Whoever asks for its shape, dtype or device gets the gradient's;
-whoever computes with it gets :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
-What has a meaning without elements is answered: zeroing zeroes the reduced gradient, ``detach`` and ``to`` give another
-stand-in, and autograd may add the next local gradient to it. A ``.grad`` that is None was dropped by somebody, however
-they did it, as after ``zero_grad`` of a raw module. Whoever keeps a stand-in beyond that has one of a gradient that is
-gone: the next gradient gets another, so that putting the first one back is noticed.
+number. So ``.grad`` is a stand-in without storage. Reads of its shape, dtype or device return the gradient's; a
+computation with it raises :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
+Operations that need no elements work: zeroing zeroes the reduced gradient, ``detach`` and ``to`` return another
+stand-in, and autograd may add the next local gradient. A ``.grad`` of None was dropped by user code, in any way, as by
+``zero_grad`` of a raw module. A stand-in that user code keeps beyond that represents a gradient that is gone: the next
+gradient gets another one, so that putting the old one back is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..layout import ParamSpec
 
 _ATEN = torch.ops.aten
 NO_TASK = -1
-"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
+"""torch's number for "no backward is running"; each graph task, nested ones too, has a number of its own."""
 
 
 def inside_backward() -> bool:
@@ -40,11 +40,10 @@ def inside_node() -> bool:
 
 
 class RepresentedGrad:
-    """One reduced gradient, until it is dropped. There is one stand-in for it, and copies where it was detached.
+    """One reduced gradient, until it is dropped: it has one stand-in, and copies where that was detached.
 
     Attributes:
-        zero: zeroes it.
-        has_copies: whether somebody has another stand-in than the one in ``.grad``.
+        has_copies: whether stand-ins other than the one in ``.grad`` exist.
     """
 
     def __init__(self, zero: Callable[[RepresentedGrad], None]) -> None:
@@ -52,15 +51,16 @@ class RepresentedGrad:
         self.has_copies = False
 
     def zero(self) -> None:
+        """Zeroes it."""
         self._zero(self)
 
 
 class ReducedGrad(Tensor):
-    """Stands for the reduced gradient of one parameter; see [Note: a gradient that nobody can misread].
+    """Stands for the reduced gradient of one parameter; see [Note: why .grad is a stand-in after reduce-scatter].
 
     Args:
         spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
-        all_reduce_option: how whoever set the engine up asks it for whole gradients.
+        all_reduce_option: the option of the user's door that gives full gradients.
 
     Attributes:
         pending: a local gradient (memory of its own, dense or sparse) that autograd has added since; None for none.
@@ -88,7 +88,7 @@ class ReducedGrad(Tensor):
         made: ReducedGrad = Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
         )
-        # Its address is null, at which whoever asks in C++ (to_dlpack, extensions) would read anything, or crash.
+        # Its address is null: code that asks for it in C++ (to_dlpack, extensions) would read random memory, or crash.
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.spec, made.pending, made.represented, made._all_reduce_option = (
             spec,
@@ -99,7 +99,7 @@ class ReducedGrad(Tensor):
         return made
 
     def take_pending(self) -> Tensor | None:
-        """Hands over what autograd has added."""
+        """Returns the gradient that autograd has added, and forgets it."""
         pending, self.pending = self.pending, None
         return pending
 
@@ -108,7 +108,7 @@ class ReducedGrad(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
-        # zero_grad(set_to_none=False) hands over a list, in which other gradients may be ordinary tensors.
+        # zero_grad(set_to_none=False) passes a list, in which other gradients may be ordinary tensors.
         if func is _ATEN._foreach_zero_.default:
             for grad in first or ():
                 grad.zero_()
@@ -123,10 +123,10 @@ class ReducedGrad(Tensor):
             if func is _ATEN._to_copy.default:  # module.to() takes gradients along
                 options = kwargs or {}
                 return first._like(options.get("device") or first.device, options.get("dtype") or first.dtype)
-            # Inside backward it is autograd that adds; the same add_ outside would be a user's, on a number that is not
-            # there.
+            # Inside backward only autograd adds; the same add_ elsewhere would be a user's, on a number
+            # that is not there.
             if inside_backward() and len(args) == 2 and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
-                # autograd adds in place, or with create_graph makes a sum; its tensor is not ours to keep
+                # Autograd adds in place, or with create_graph makes a sum. Its tensor may be reused, so it is copied.
                 if func is _ATEN.add_.Tensor:
                     first.pending = args[1].clone() if first.pending is None else first.pending + args[1]
                     return first
@@ -141,14 +141,15 @@ class ReducedGrad(Tensor):
         return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
     def check_is_of(self, spec: ParamSpec, present: RepresentedGrad | None) -> None:
-        """Raises ReducedGradError where it stands for another parameter's gradient, or for another than ``present``."""
+        """Raises ReducedGradError if it represents another parameter's gradient, or a different one than
+        ``present``."""
         if spec.name != self.spec.name:
             raise self.error(f"putting a .grad into that of {spec.name!r}")
         if present is not self.represented:
             raise self.error("putting back a .grad that was dropped")
 
     def error(self, what: str) -> ReducedGradError:
-        """The error to raise where ``what`` needs elements."""
+        """Returns the error for an operation ``what`` that needs elements."""
         return ReducedGradError(
             f"{what} needs the gradient of {self.spec.name!r}, which was reduce-scattered: this rank has a shard of "
             "it, and .grad is a stand-in without elements. On all ranks, full_grad(param) of the wrapped model, its "
@@ -160,7 +161,7 @@ class ReducedGrad(Tensor):
             f"{self._all_reduce_option}: .grad is whole then, and the optimizer is not sharded"
         )
 
-    # --- what does not pass the dispatcher ---------------------------------------------------------------------------
+    # --- methods that do not pass the dispatcher ---------------------------------------------------------------------
 
     @property
     def data(self) -> ReducedGrad:
@@ -168,7 +169,7 @@ class ReducedGrad(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # Module.to puts in what it moved. Other numbers would be here alone, and the step would not see them.
+        # Module.to assigns a moved stand-in. Other values would exist only here, and the step would not use them.
         if not isinstance(value, ReducedGrad):
             raise self.error("assigning to its .data (assign to .grad itself, and the step takes it)")
 
@@ -182,8 +183,9 @@ class ReducedGrad(Tensor):
         raise self.error("from_dlpack()")
 
     def data_ptr(self) -> int:
-        # torch's CUDA sanitizer asks every argument before the operation itself is refused or answered here. It takes
-        # null for "without memory", as of tensors without elements, and tells those apart by their ids.
+        # torch's CUDA sanitizer asks every argument before the operation itself is refused or answered here. It
+        # takes null for a tensor without memory, as it does of tensors without elements, and distinguishes
+        # those by their ids.
         if sys._getframe(1).f_globals.get("__name__") == "torch.cuda._sanitizer":
             return 0
         raise self.error("data_ptr()")
@@ -199,16 +201,16 @@ class ReducedGrad(Tensor):
 
     def __deepcopy__(self, memo: Any) -> None:
         # torch copies a parameter without its gradient, but a tensor-parallel one, like any Tensor, with it. The copy
-        # is no part of the engine, and has none.
+        # does not belong to the engine, and has no gradient.
         if sys._getframe(1).f_code is not Tensor.__deepcopy__.__code__:
             raise self.error("deepcopy")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Nothing, for tables of memory."""
+        """Returns an empty storage, for tables of memory."""
         return torch.UntypedStorage(0, device=self.device)
 
     def share_memory_(self) -> ReducedGrad:
-        """``module.share_memory()`` takes gradients along; here is nothing to share."""
+        """Does nothing: ``module.share_memory()`` calls it for gradients, and it has no memory."""
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

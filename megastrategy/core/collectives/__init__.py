@@ -1,8 +1,8 @@
-"""Every byte that leaves a rank goes through here: the only folder that calls torch.distributed.
+"""Communication between ranks: the only folder that calls torch.distributed.
 
-``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
-``worker``), ``via_host`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
-several instances) and ``fake`` (for a rank without peers) implement it.
+``interface`` is the class that the engine uses; ``backend`` (NCCL and others), ``gloo`` (with ``gloo_rings``, in a
+``worker``), ``via_host`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (several instances of the
+optimizer) and ``fake`` (for a rank without peers) implement it.
 """
 
 from __future__ import annotations
@@ -62,35 +62,33 @@ __all__ = [
 
 
 def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
-    """The implementation for the backend that ``group`` uses on ``device``; none is used where a rank is alone."""
+    """Returns the implementation for the backend that ``group`` uses on ``device``; a group of one rank uses none."""
     if group.size() == 1:
         return SingleRankCollectives(group)
     backend = group._get_backend(device)
     if is_fake(group, device):
         return FakeCollectives(group)
-    # A group that was made by hand (ranks that are threads) is not in torch's map: no store, so no roll call, and all
-    # ranks are taken to come.
+    # A group that was made by hand (ranks that are threads) is not in torch's map: without a store no rank check is
+    # possible, and all ranks are assumed to come.
     known = dist.distributed_c10d._world.pg_map.get(group)
-    rank_check = (
-        RankCheck(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
-    )
-    # Asked of the backend for this device: a group may have gloo for the host and NCCL for the GPU.
+    rank_check = RankCheck(known[1], group.rank(), group.size(), backend.options._timeout) if known else None
+    # The backend for this device: a group may have gloo for the host and NCCL for the GPU.
     if backend.name() == "gloo":
         hosts_own = GlooCollectives(group, rank_check)
         return hosts_own if device.type == "cpu" else ViaHostCollectives(hosts_own, device)
     if device.type == "cpu":
         return BackendCollectives(group, rank_check)
-    # A group may have gloo beside the device's backend, which is as good as another group.
+    # A group may also have gloo, which is as good as another group.
     hosts = group if has_gloo(group) else host_group(group, device)
     return BackendCollectives(group, rank_check, HostCollectives(hosts, rank_check))
 
 
 def second_collectives(every: Collectives, device: torch.device) -> Collectives:
-    """Another way between the same ranks: what is sent there does not wait behind what is under way on ``every``.
+    """Returns collectives on a second group of the same ranks, which do not wait behind those in flight on ``every``.
 
-    Made once for each ``every``, which has it from then on; ``every`` itself where ranks are alone, or their group was
-    made by hand. Making it is collective. Both count as one, as a program starts the same on each rank in one order, so
-    whoever watches ``every`` watches this too.
+    Made once for each ``every``, collectively. Returns ``every`` itself for a single rank, or a group that was made by
+    hand. Both have one count of started collectives, since a program starts them in the same order on each rank; so a
+    watchdog of ``every`` watches the second, too.
     """
     if every.second is None:
         group = private_group(every.group, device) if every.size > 1 else every.group
@@ -101,7 +99,7 @@ def second_collectives(every: Collectives, device: torch.device) -> Collectives:
 
 
 def _like(every: Collectives, group: ProcessGroup) -> Collectives:
-    """The same kind of collectives over another group of the same ranks."""
+    """Returns the same kind of collectives over another group of the same ranks."""
     if isinstance(every, FakeCollectives):
         made: Collectives = FakeCollectives(group)
     elif isinstance(every, ViaHostCollectives):
@@ -122,11 +120,11 @@ def destroy_second(every: Collectives) -> None:
 
 
 def close_when_collected(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
-    """Ends threads when ``owner`` is collected, or what this returns is called; and groups, if ``own_group`` was made
-    for ``every``.
+    """Ends threads when ``owner`` is collected, or the returned function is called; also groups, if ``own_group``
+    was made for ``every``.
 
-    Sends nothing: a rank collects, or closes, its own model. Not at exit, when other ranks may still be in a
-    collective.
+    Sends nothing: each rank collects, or closes, its model by itself. Does nothing at exit, when other ranks may still
+    be in a collective.
     """
     end = weakref.finalize(owner, _end_groups, every, own_group)
     end.atexit = False
@@ -145,7 +143,7 @@ def _end_groups(every: Collectives, own_group: ProcessGroup | None) -> None:
 
 
 def host_collectives() -> Collectives:
-    """Makes collectives over all ranks, on a gloo group of their own, for what is in host memory. Collective.
+    """Makes collectives over all ranks for host memory, on a gloo group of their own. Collective.
 
     Raises:
         ValueError: if torch.distributed is not initialised.

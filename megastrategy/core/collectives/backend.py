@@ -1,4 +1,4 @@
-"""Collectives as the backend has them."""
+"""Collectives of torch's own backends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .part_sums import add_parts_
 class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL and others), asynchronous on its own streams.
 
-    See [Note: what the host waits for].
+    See interface's [Note: why ranks agree over their hosts].
     """
 
     has_receive_buffers = True
     _exchange: PartExchange | None = None
-    _streams: Any = None  # of the device, in the place of torch's
+    _streams: Any = None  # those of a test, instead of the device's
 
     def abort(self) -> None:
-        # They have groups of their own; a kernel that spins in one keeps the device as well.
+        # They have groups of their own, and a kernel that spins in one keeps the device busy as well.
         for made in (*self.instances.values(), *([] if self.second is None else [self.second])):
             made.abort()
         self._abort_group(self.group)
@@ -36,14 +36,14 @@ class BackendCollectives(Collectives):
     def _abort_group(group: ProcessGroup) -> None:
         for device in group._device_types:
             backend = group._get_backend(device)
-            # Gloo has nothing on a device, and a group may have it for the host beside the device's.
+            # Gloo runs nothing on a device; a group may have it for the host beside the device's backend.
             if backend.name() != "gloo":
                 backend.abort()
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         every = torch.zeros(self.size, device=device)
         own = every.chunk(self.size)[self.rank]
-        # NCCL's memory for this is not torch's allocator's: where that has taken all there is, connecting fails.
+        # NCCL's memory does not come from torch's allocator: if that has taken all memory, connecting fails.
         with self.translated_errors("connecting"):
             self.group._reduce_scatter_base(own, every, dist.ReduceScatterOptions()).wait()
             self.group._allgather_base(every, own).wait()
@@ -68,7 +68,7 @@ class BackendCollectives(Collectives):
         return ended
 
     def _start(self, what: str, launch: Callable[[], Any], then: Callable[[], object] | None = None) -> Handle:
-        # NCCL connects, and meets what others left of a communicator, when it is asked to start.
+        # NCCL connects when it starts, and notices a broken communicator then.
         with self.translated_errors(what):
             work = launch()
         self._count(what)
@@ -89,7 +89,7 @@ class BackendCollectives(Collectives):
         return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options), then)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        # An exchange and not a reduction: a backend sums in the dtype that it sends, and in an order of its own.
+        # An exchange and not a reduction: a backend sums in the dtype that it sends, in an order of its own.
         sums, tensor = as_real(sums), as_real(tensor)
         if self._exchange is None:
             self._exchange = PartExchange(tensor.device, self._all_to_all, self._streams)
@@ -105,15 +105,15 @@ class BackendCollectives(Collectives):
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
     ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
-        """The operation for the backend, and what is left to be done when it has ended."""
-        if scale == 1.0:  # else a pass over the tensor that changes no bit
+        """Returns the operation for the backend, and the rest to be done when it has ended."""
+        if scale == 1.0:  # no pass over the tensor that changes no bit
             return dist.ReduceOp(dist.ReduceOp.SUM), None
-        # Before it is sent, as torch DDP does, so the bits are its; and a sum of 16-bit gradients overflows later.
+        # Before it is sent, as torch DDP does, for the same bits; and a sum of 16-bit gradients overflows later.
         if not scale_sum:
             tensor.mul_(scale)
             return dist.ReduceOp(dist.ReduceOp.SUM), None
-        # NCCL averages by itself, which saves a pass. Its AVG is the mean over this very group, so no other scale will
-        # do.
+        # NCCL averages by itself, which saves a pass. Its AVG is the mean over this group, so no
+        # other scale is possible.
         if scale == 1.0 / self.size and self.group._get_backend(tensor.device).name() == "nccl":
             return dist.ReduceOp(dist.ReduceOp.AVG), None
         return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
@@ -124,7 +124,7 @@ class BackendCollectives(Collectives):
         return self._start("all-gather", lambda: self.group._allgather_base(tensor, own))
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
-        # In place, without the scratch of an uneven gather: a broadcast for each span, all under way at once.
+        # In place, without the scratch memory of an uneven gather: a broadcast for each span, all in flight at once.
         factor = 2 if tensor.is_complex() else 1
         tensor = as_real(tensor)
 
@@ -154,13 +154,13 @@ class BackendCollectives(Collectives):
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers, two for a complex one. NCCL has no complex numbers, and torch hides that for
-    some of its collectives only; sums, real factors and copies mean the same for both."""
+    """Returns the same memory as real numbers, two for a complex one. NCCL has no complex numbers, and torch hides that
+    for some of its collectives only; sums, real factors and copies are the same for both."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 class _Works:
-    """Several of a backend's works as one."""
+    """Several works of a backend as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -171,7 +171,7 @@ class _Works:
 
 
 class WorkHandle(Handle):
-    """The handle of something that has a ``wait()``, as backends return it."""
+    """The handle of an object with a ``wait()``, as backends return it."""
 
     def __init__(
         self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
@@ -179,18 +179,17 @@ class WorkHandle(Handle):
         self._what, self._work, self._collectives, self._then = what, work, collectives, then
 
     def wait(self) -> None:
-        if self._work is None:  # a second wait of gloo's would write the result once more
+        if self._work is None:  # gloo writes the result once more in a second wait
             return
         try:
             self._work.wait()
         except RuntimeError as error:
             raise incomplete_error(self._what, self._collectives, error) from error
         self._work = None
-        # After the wait: on CUDA the current stream is now behind the collective, so what is queued here reads its
-        # result.
+        # After the wait: on CUDA the current stream is now behind the collective, so work queued here reads its result.
         if self._then is not None:
             self._then()
-            self._then = None  # and with it the memory that it reads
+            self._then = None  # frees the memory that it reads
 
 
 class _ExchangeHandle(Handle):
@@ -203,7 +202,7 @@ class _ExchangeHandle(Handle):
 
 
 def max_options() -> dist.AllreduceOptions:
-    """The options of an all-reduce that leaves the element-wise maximum."""
+    """Returns the options of an all-reduce that computes the element-wise maximum."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return options

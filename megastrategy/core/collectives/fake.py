@@ -1,4 +1,4 @@
-"""The collectives of a rank whose peers do not exist: torch's fake backend, under which a program runs as one of N."""
+"""The collectives of a rank whose peers do not exist: torch's fake backend, which runs a program as one rank of N."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .single_rank import Done, SingleRankCollectives
 
 
 class FakeCollectives(SingleRankCollectives):
-    """One rank of many, the only one that runs: its peers are taken to hold, to do and to say what it does.
+    """One rank of many, the only one that runs: its peers are assumed to have, to do and to send the same as this one.
 
     Shapes, memory and the order of calls are those of a real run; values are not. A sum has ``size`` equal addends, and
     a gather repeats this rank's part.
     """
 
-    # A device's backend exchanges into memory of its own, and whoever plans for a device asks what it will need.
+    # A device's backend receives into memory of its own, and a plan for a device has to include it.
     has_receive_buffers = True
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -28,7 +28,7 @@ class FakeCollectives(SingleRankCollectives):
         return super().reduce_scatter_into(sums, own, scale * self.size)
 
     def all_gather(self, tensor: Tensor) -> Handle:
-        # Not left as it is: what no peer fills in may be memory that nobody has written, and then no number.
+        # Not left as it is: memory that no peer fills may be uninitialised, and contain NaN.
         parts = tensor.view(self.size, -1)
         parts.copy_(parts[self.rank].clone())
         return Done()

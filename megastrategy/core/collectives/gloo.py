@@ -1,4 +1,4 @@
-"""Gloo, with rings of ours for its reduce-scatter and all-gather."""
+"""Collectives of gloo, with rings instead of its own reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .rank_check import RankCheck
 from .worker import Worker
 
 _RING_AT_MOST = 4
-"""Ranks whose maximum goes round in gloo's ring, in no more than 6 hops."""
+"""The largest number of ranks whose maximum uses gloo's own ring, of at most 6 hops."""
 
 
 class GlooCollectives(Collectives):
     """Gloo, with :class:`~.gloo_rings.GlooRings` for reduce-scatter and all-gather.
 
-    One thread carries out everything in order, so the caller's thread (autograd's, during backward) goes on; it mostly
-    waits outside the GIL.
+    One thread runs everything in order, so the caller's thread (autograd's, during backward) continues; the thread
+    mostly waits outside of the GIL.
     """
 
     def __init__(self, group: ProcessGroup, rank_check: RankCheck | None = None) -> None:
@@ -41,7 +41,7 @@ class GlooCollectives(Collectives):
         self._gloo_references = GlooReferences()  # in the worker's thread
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._rings = GlooRings(group, self._scratch, self._gloo_references)
-        self._probes: list[Any] = []  # kept, as gloo would wait for them
+        self._probes: list[Any] = []  # kept, since gloo would wait for a dropped one
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
@@ -55,8 +55,8 @@ class GlooCollectives(Collectives):
         return self._start("all-reduce", run)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        # A ring has 2 (size - 1) hops, and with few bytes hops are what takes time: 254 of them before each batch, and
-        # after each backward, of 128 ranks. Few ranks are faster in gloo's own ring, which is one call.
+        # A ring has 2 (size - 1) hops, which take the time of small messages: 254 of them before each batch, and after
+        # each backward, of 128 ranks. With few ranks gloo's own ring, a single call, is faster.
         if self.size > _RING_AT_MOST:
             return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
         return self._start(
@@ -103,18 +103,19 @@ class GlooCollectives(Collectives):
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 
     def probe(self, rank: int) -> None:
-        """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
+        """Raises a RuntimeError if the rank's process has ended: gloo then refuses to begin a message. No
+        rank receives this one."""
         self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, PROBE_TAG))
 
     def _finish_started(self) -> None:
         if self._worker is not None:
-            # An empty job behind all others; failed ones count as finished, and raise where they are waited for.
+            # An empty job behind all others. Failed ones count as finished; their handles raise.
             last, future = self.last_started[-1], self._worker.submit(lambda: None)
             _FutureHandle(last, future, self, self.num_started).wait_for_end()
 
     def _give_up(self, what: str, reason: str) -> NoReturn:
         if self._worker is not None:
-            self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
+            self._worker.stop()  # its job may end only with a peer's process: close() must not wait
             self._worker = None
         super()._give_up(what, reason)
 
@@ -122,7 +123,8 @@ class GlooCollectives(Collectives):
         self.group.broadcast([self._view_for_gloo(tensor)], dist.BroadcastOptions()).wait()
 
     def _view_for_gloo(self, tensor: Tensor) -> Tensor:
-        """A view of ``tensor`` to be given to a thread of gloo's; see [Note: gloo lets go after it is done]."""
+        """Returns a view to pass to a thread of gloo's; see gloo_references' [Note: gloo releases tensors after
+        completion]."""
         return self._gloo_references.view_for_gloo(tensor)
 
 
@@ -139,7 +141,8 @@ class _FutureHandle(Handle):
 
     def wait_for_end(self) -> None:
         """Returns when it has ended or failed. Raises CollectiveError if it will do neither."""
-        # Never without a check_peers: a peer that raised and lives would keep this rank until the group's timeout.
+        # Peers are checked in every wait: a peer that raised and is still alive would block this rank
+        # until the group's timeout.
         while not (self._future.done() or concurrent.futures.wait([self._future], CHECK_PEERS_S).done):
             self._collectives.check_peers(self._what, self._number)
 
@@ -147,7 +150,7 @@ class _FutureHandle(Handle):
         try:
             self.wait_for_end()
             self.ran_ns = self._future.result()
-        # Given up, or failed with a reason already: a second wrapping would bury it under "did not complete".
+        # Given up, or failed with a reason already: a second wrapping would hide it under "did not complete".
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -155,6 +158,6 @@ class _FutureHandle(Handle):
 
 
 def _end(worker: Worker, references: GlooReferences) -> None:
-    """See [Note: gloo lets go after it is done]."""
+    """Ends the thread; see gloo_references' [Note: gloo releases tensors after completion]."""
     if worker.close():
         references.wait_until_released(Worker.CLOSE_TIMEOUT_S)

@@ -1,17 +1,17 @@
-"""Reduce-scatter and all-gather out of gloo's messages between two ranks.
+"""Reduce-scatter and all-gather made of gloo's messages between two ranks.
 
 Gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes. These rings (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009) send ``(size - 1) / size`` of the tensor, the least
-possible. A message is cut into segments, so that one is added while the next is on its way.
+possible. A message is cut into segments, so that one is added while the next is in flight.
 
-[Note: a connection for each direction]
-Whoever writes to a connection of gloo's holds its lock, and gloo's event thread, which reads what comes on it, tries
-that lock and asks the kernel again as long as it is held. So two ranks that send to each other over one connection
-keep a core busy with asking, and read late. A group of two ranks has two connections
-(:func:`.process_groups.part_of_group`), between which gloo chooses by the parity of a message's tag. So tags are even
-towards a lower rank and odd towards a higher one, and nothing of length is written where something of length is read.
-Groups of more ranks have one connection for two ranks: a ring's neighbours, to whom one sends and from whom one
-receives, are two.
+[Note: two gloo connections between two ranks]
+A thread that writes to one of gloo's connections holds its lock; gloo's event thread, which reads from it, tries
+to get that lock and asks the kernel again as long as it is held. So two ranks that send to each other over one
+connection keep a core busy with asking, and read late. A group of two ranks therefore has two connections
+(:func:`.process_groups.part_of_group`), between which gloo chooses by the parity of a message's tag: tags are
+even towards a lower rank and odd towards a higher one, and long messages are not written where long messages are
+read. Groups of more ranks have one connection for each pair of ranks: in a ring a rank sends to one neighbour
+and receives from another.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..layout import Spans
 from .gloo_references import GlooReferences
 
 SEGMENT_BYTES = 2**20
-"""Large enough that a segment's own cost (0.1 ms) is small on a link of 10 Gbit/s, small enough that what is left to be
-added when the last one has come is too."""
+"""Large enough that a segment's own cost (0.1 ms) is small on a link of 10 Gbit/s, small enough that the addition of
+the last one is short, too."""
 
-# Parts of tags: ranks that are in different collectives do not take each other's data, since gloo ends a process at a
-# wrong size.
+# Parts of tags: ranks in different collectives must not receive each other's data, since gloo ends a process
+# at a wrong size.
 _GATHER, _REDUCE, _READY, _ALL_TO_ALL, _MAX = range(5)
 _NUM_TAGS = 10  # of one exchange: a kind's in each direction
 
@@ -42,23 +42,22 @@ class GlooRings:
     """The rings of one group. Every call is collective, and returns when this rank is done.
 
     Args:
-        group: on which nobody else sends between two ranks with these tags.
+        group: no other code may send between two of its ranks with these tags.
         scratch: memory by dtype, to share with rings that never run at the same time.
-        references: keeps what gloo's threads have.
+        references: the tensors that gloo's threads refer to.
     """
 
     def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], references: GlooReferences) -> None:
         self._group, self._scratch, self._gloo_references = group, scratch, references
         self._rank, self._size = group.rank(), group.size()
         self._first = -1
-        self._num_exchanges: dict[int, int] = {}  # by distance, alike on all ranks: the tags of the messages
+        self._num_exchanges: dict[int, int] = {}  # by distance, the same on all ranks: for tags
         self._posted: dict[int, Any] = {}  # by distance, the posted receive of the other rank's readiness
         self._word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._word_received = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool) -> None:
-        """The rank-th of ``size`` equal parts becomes the sum over ranks of ``scale *`` that part (with ``scale_sum``,
-        ``scale`` times the sum); the rest is undefined."""
+        """Sums the rank-th of ``size`` equal parts over ranks, as :meth:`.Collectives.reduce_scatter` does."""
 
         def scaled(part: Tensor) -> Tensor:
             return part if scale_sum or scale == 1.0 else part.mul_(scale)
@@ -66,18 +65,18 @@ class GlooRings:
         parts = [_segments(part) for part in tensor.chunk(self._size)]
         for step in range(1, self._size):
             sent, target = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]
-            # Reused: a fresh allocation of a part's size would be page faults, in every step.
+            # Reused: a new allocation of a part's size would cost page faults in every step.
             received = _segments(self._get_scratch(tensor.dtype, tensor.numel() // self._size))
-            outgoing = map(scaled, sent) if step == 1 else sent  # later ones are sums already
+            outgoing = map(scaled, sent) if step == 1 else sent  # later parts are sums
             for number, came in enumerate(self._exchange(_REDUCE, outgoing, received)):
                 scaled(target[number]).add_(came)
-        # One rank never entered the loop, in which a part is scaled when it is first sent.
+        # A single rank never enters the loop, in which a part is scaled when it is first sent.
         if (scale_sum or self._size == 1) and scale != 1.0:
             for segment in parts[self._rank]:
                 segment.mul_(scale)
 
     def all_gather(self, tensor: Tensor) -> None:
-        """Every rank's own part (rank-th of ``size`` equal ones) reaches all ranks."""
+        """Sends every rank's own part (rank-th of ``size`` equal ones) to all ranks."""
         parts = tensor.chunk(self._size)
         for step in range(self._size - 1):
             sent, received = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]
@@ -85,10 +84,10 @@ class GlooRings:
                 pass
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> None:
-        """Every rank's own elements of ``tensor``, ``spans[rank]``, reach all ranks.
+        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks.
 
-        The ring of :meth:`all_gather`, whose parts are packed: a rank may have a thousand spans, and each message has a
-        cost of its own.
+        The ring of :meth:`all_gather`, with packed parts: a rank may have a thousand spans, and each
+        message has a cost.
         """
         parts = [[tensor[start:end] for start, end in of_rank] for of_rank in spans]
         sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
@@ -105,7 +104,8 @@ class GlooRings:
                 part.copy_(came)
 
     def all_to_all(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The rank-th of ``size`` equal parts of every rank's ``tensor``, by rank: views of it and of scratch."""
+        """Returns the rank-th of ``size`` equal parts of every rank's ``tensor``, by rank: views of it
+        and of scratch memory."""
         parts = tensor.chunk(self._size)
         numel = parts[0].numel()
         others = self._get_scratch(tensor.dtype, (self._size - 1) * numel)
@@ -115,19 +115,19 @@ class GlooRings:
         return result
 
     def exchange_parts(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Each of ``parts`` goes to its rank, and theirs for this one come into ``received``, but for its own."""
+        """Sends each of ``parts`` to its rank, and receives the other ranks' parts for this one into ``received``."""
         for distance in range(1, self._size):
             to, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
             for _ in self._exchange(_ALL_TO_ALL, _not_empty(parts[to]), _not_empty(received[source]), distance):
                 pass
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        """``tensor`` becomes the element-wise maximum over ranks, in ``ceil(log2(size))`` exchanges.
+        """Replaces ``tensor`` by the element-wise maximum over ranks, in ``ceil(log2(size))`` exchanges.
 
-        By dissemination (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988): in the k-th a
-        rank sends what it has to the one at distance 2**k, so that it then knows of twice as many. That ranks come
-        twice, where ``size`` is no power of two, changes no maximum. A ring, as gloo's own, has ``2 (size - 1)`` hops:
-        with few bytes only hops take time.
+        By dissemination (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988): in the k-th
+        exchange a rank sends its maximum to the rank at distance 2**k, and so covers twice as many ranks. If ``size``
+        is no power of two some ranks count twice, which changes no maximum. A ring, as gloo's own, has ``2 (size - 1)``
+        hops, which take most of the time of small messages.
         """
         distance = 1
         while distance < self._size:
@@ -140,21 +140,21 @@ class GlooRings:
     def _exchange(
         self, kind: int, sent: Iterable[Tensor], received: Sequence[Tensor], distance: int = 1
     ) -> Iterator[Tensor]:
-        """Sends to the rank at ``distance`` while receiving from the one as far before: yields what has come, and has
-        sent all when it is exhausted.
+        """Sends to the rank at ``distance`` while receiving from the one at the same distance before: yields what has
+        been received, and has sent everything when it is exhausted.
 
-        A message that meets the posting of its own receive makes gloo's event thread spin for the connection's lock:
-        on two cores most exchanges of a few kB then take a scheduler tick (4 ms, a core busy) instead of 0.1 ms. So a
-        rank sends only when the other has said that its receives are posted, and the receive of that word is itself
-        posted before the data that it answers to is sent.
+        A message that arrives while its own receive is posted makes gloo's event thread spin for the connection's lock:
+        on two cores most exchanges of a few kB then take a scheduler tick (4 ms, with a busy core) instead of 0.1 ms.
+        So a rank sends only when the other has reported that its receives are posted, and the receive of that report is
+        itself posted before the data that it answers is sent.
         """
         before, after = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         if self._first < 0:
-            # A number of this object's own: one before it on the same group left posted receives behind.
+            # A random number of this object: an earlier one on the same group has left posted receives behind.
             first = torch.tensor([secrets.randbelow(2**26)], device="cpu")
             self._group.broadcast([self._gloo_references.view_for_gloo(first)], dist.BroadcastOptions()).wait()
             self._first = int(first.item())
-        # The first exchange at this distance has no earlier one that would have posted its word.
+        # The first exchange at this distance has no earlier one that has posted this receive.
         if distance not in self._posted:
             self._num_exchanges[distance] = self._first
             self._post_readiness(distance)
@@ -162,7 +162,7 @@ class GlooRings:
         number = self._num_exchanges[distance]
         tag_in, tag_out = _tag(number, kind, before, self._rank), _tag(number, kind, self._rank, after)
         # All receives before any send: sends first take twice the time (1.9x at 64 MB) on one connection, where gloo
-        # queues the word that a receive is posted behind what is sent.
+        # queues the notice of a posted receive behind the data.
         receives = [(segment, self._group.recv([segment], before, tag_in)) for segment in received]
         sends = [self._group.send([self._word], before, _tag(number, _READY, self._rank, before))]
         self._posted[distance].wait()
@@ -171,7 +171,7 @@ class GlooRings:
         for segment, receive in receives:
             receive.wait()
             yield segment
-        # A send that is not waited for may still read its tensor when the caller overwrites it in the next step.
+        # A send that was not waited for may still read its tensor when the caller overwrites it in the next step.
         for send in sends:
             send.wait()
 
@@ -182,19 +182,20 @@ class GlooRings:
         return scratch[:numel]
 
     def _post_readiness(self, distance: int) -> None:
-        """Posts the receive of the other rank's word that it is ready for the exchange after this one."""
+        """Posts the receive of the other rank's report that it is ready for the exchange after this one."""
         source = (self._rank + distance) % self._size
         tag = _tag(self._num_exchanges[distance] + 1, _READY, source, self._rank)
         self._posted[distance] = self._group.recv([self._word_received], source, tag)
 
 
 def _tag(number: int, kind: int, source: int, target: int) -> int:
-    """The tag of an exchange's messages from one rank to another; see [Note: a connection for each direction]."""
+    """Returns the tag of an exchange's messages between two ranks; see [Note: two gloo connections between two
+    ranks]."""
     return _NUM_TAGS * number + 2 * kind + (source < target)
 
 
 def _not_empty(message: Tensor) -> list[Tensor]:
-    """Both ends know the size of a message, and of no bytes there is none."""
+    """Returns the message in a list, empty for an empty message: both ends know its size, so it is not sent."""
     return [message] if message.numel() else []
 
 

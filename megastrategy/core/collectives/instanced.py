@@ -1,14 +1,13 @@
-"""Collectives of one instance of the distributed optimizer, where there are several.
+"""Collectives of one instance of the distributed optimizer, if there are several.
 
-The d ranks are n instances of s = d/n consecutive ones (a node, say), and every instance has a whole sharded optimizer.
-A bucket is reduce-scattered inside each instance, and the shard that a rank then has is all-reduced over the n ranks
-at its place in theirs; new weights are gathered inside an instance. Sent a rank a step, in bytes a parameter, fp32:
-``4(s - 1)/s`` for the reduce-scatter, as much for the gather, and ``2(n - 1)/n * 4/s`` between instances, which is
-``8(d - 1)/d`` together: as much as with one instance, of which ``8(n - 1)/d`` leave the instance. With bf16 weights the
-gather is half of that: ``6(s - 1)/s + 8(n - 1)/d``.
+The d ranks are n instances of s = d/n consecutive ones (a node, for example), and every instance has a complete sharded
+optimizer. A bucket is reduce-scattered inside each instance, and a rank's shard is then all-reduced over the n ranks at
+its place in all instances; new weights are gathered inside an instance. Sent per rank and step, in bytes a parameter,
+fp32: ``4(s - 1)/s`` for the reduce-scatter, the same for the gather, and ``2(n - 1)/n * 4/s`` between instances,
+together ``8(d - 1)/d``: the same as with one instance, and ``8(n - 1)/d`` of it leaves the instance. With bf16 weights
+the gather is half of that: ``6(s - 1)/s + 8(n - 1)/d``.
 
-All owners of a shard get the same bits from an all-reduce, and so their optimizers stay equal without ever being
-compared.
+All owners of a shard get the same bits from an all-reduce, so their optimizers stay equal without a comparison.
 """
 
 from __future__ import annotations
@@ -35,16 +34,15 @@ from .via_host import ViaHostCollectives
 
 
 def shard_collectives(every: Collectives, num_shards: int, device: torch.device) -> Collectives:
-    """The collectives to reduce and gather with where ``num_shards`` ranks have a shard each: ``every``, or
-    :class:`InstanceCollectives` of this rank's instance. Those are made once for each ``every``, which has them from
-    then on. Making them is collective over all ranks.
+    """Returns the collectives to reduce and gather with if ``num_shards`` ranks have a shard each: ``every``, or those
+    of this rank's instance, which are made once for each ``every``. Making them is collective over all ranks.
 
     Raises:
         ValueError: if they have to be made from a group that torch.distributed does not know, and cannot divide.
     """
     if num_shards in (1, every.size):
         return every
-    # A second model on the same collectives shares them: each group costs a connection to every rank in it.
+    # A second model on the same collectives uses them, too: each group costs a connection to each of its ranks.
     if num_shards not in every.instances:
         instance, across = _divide(every.group, every.rank, num_shards, device)
         every.instances[num_shards] = make_instance_collectives(every, instance, across)
@@ -72,8 +70,7 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
 
 def destroy_instances(every: Collectives) -> None:
     """Ends the groups that :func:`shard_collectives` made."""
-    # The groups end with the model that they were made for; a group that is left open keeps its sockets until the
-    # process ends.
+    # The groups end with their model; a group that is left open keeps its sockets until the process ends.
     for made in every.instances.values():
         made = made.real if isinstance(made, ViaHostCollectives) else made
         if isinstance(made, InstanceCollectives):
@@ -84,8 +81,8 @@ def destroy_instances(every: Collectives) -> None:
 
 
 def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
-    """New groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances, with the
-    backend and the timeout of ``group``, which is the engine's own."""
+    """Makes groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances, with
+    the backend and the timeout of ``group``, which belongs to the engine."""
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
         raise ValueError(
             f"num_distributed_optimizer_instances={group.size() // size} needs groups over parts of the ranks, and "
@@ -93,7 +90,7 @@ def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> 
             "torch.distributed.new_group, or none for all ranks"
         )
     ranks, (number, place) = dist.get_process_group_ranks(group), divmod(rank, size)
-    # Names that derive from the parent's, which is unique: torch would count groups, and counts differ between ranks.
+    # Names derived from the parent's, which is unique: torch would count groups, and counts differ between ranks.
     name = group.group_name
     instance = part_of_group(group, ranks[number * size :][:size], f"{name}, instance {number} of {size}", device)
     across = part_of_group(group, ranks[place::size], f"{name}, place {place} of {size}", device)
@@ -101,8 +98,7 @@ def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> 
 
 
 class InstanceCollectives(Collectives):
-    """Reductions are over all ranks, as those of ``every``; a gather, and so ``rank`` and ``size``, are of the
-    instance.
+    """Reductions over all ranks, as those of ``every``; gathers, and so ``rank`` and ``size``, are of the instance.
 
     Attributes:
         across: the ranks at this rank's place in all instances.
@@ -110,17 +106,17 @@ class InstanceCollectives(Collectives):
 
     def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(instance)
-        self._every, self.across = weakref.ref(every), across  # which keeps this one
+        self._every, self.across = weakref.ref(every), across  # weak, since every.instances has this object
 
     @property
     def every(self) -> Collectives:
         """The collectives of all ranks."""
         every = self._every()
-        assert every is not None, "whoever reduces here has it too"
+        assert every is not None, "the owner of this object has it too"
         return every
 
     def _count(self, what: str) -> None:
-        # Among those of all ranks, who meet by that count: one that went on into its instance has gone on.
+        # Counted with those of all ranks, whose checks compare that count.
         self.every._count(what)
 
     @property
@@ -147,14 +143,14 @@ class InstanceCollectives(Collectives):
             self._scatter_inside(tensor, None if scale_sum else scale)
             self._sum_across(own)
             if scale_sum and scale != 1.0:
-                # After both sums: one rounding, as a single reduction over all ranks would have had.
+                # After both sums: one rounding, as in a single reduction over all ranks.
                 own.mul_(scale)
 
         return self._in_order("reduce-scatter", tensor.device, run)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
-            total = torch.zeros_like(sums)  # sums has what earlier reductions gave, on all owners alike
+            total = torch.zeros_like(sums)  # not sums, which has earlier results on all owners
             add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
             self._sum_across(total)
             sums.add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
@@ -162,32 +158,33 @@ class InstanceCollectives(Collectives):
         return self._in_order("reduce-scatter", tensor.device, run)
 
     def _sum_across(self, tensor: Tensor) -> None:
-        """``tensor`` becomes its sum over the ranks at this rank's place in all instances."""
-        # The second of two hops, in one job or stream with the first: nothing else of this rank's comes between them.
+        """Sums ``tensor`` over the ranks at this rank's place in all instances."""
+        # The second of two hops, in one job or stream with the first: no other collective of this
+        # rank comes between them.
         self.across.allreduce([tensor]).wait()
 
     @abstractmethod
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
-        """Carries out ``run`` after what was started before, without keeping the caller where that can be."""
+        """Runs ``run`` after everything that was started before, without blocking the caller where that is possible."""
 
     @abstractmethod
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        """This rank's part of ``tensor`` becomes the instance's sum of ``scale *`` that part, or of the part."""
+        """Sums this rank's part of ``tensor``, times ``scale`` if given, over the instance."""
 
     @abstractmethod
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The parts of the instance's ranks that belong to this rank's part of ``tensor``, by rank."""
+        """Returns the instance's parts that belong to this rank's part of ``tensor``, by rank."""
 
 
 class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
-    """The rings of :class:`GlooCollectives`, in the thread of ``every``, which carries out all that this rank starts.
+    """The rings of :class:`GlooCollectives`, in the thread of ``every``, which runs everything that this rank starts.
 
-    So they count among the collectives of all ranks, which they are wherever all ranks run the same program.
+    So they count among the collectives of all ranks: all ranks run the same program.
     """
 
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
-        # Shared with the rings of all ranks: one thread runs both, so the scratch is never used twice at a time.
+        # Shared with the rings of all ranks: one thread runs both, so the scratch memory is never used twice at a time.
         self._scratch, self._gloo_references = every._scratch, every._gloo_references
         self._rings = GlooRings(instance, self._scratch, self._gloo_references)
 
@@ -198,7 +195,7 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
         return every
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
-        # One queue, so that a failure in either ends what follows in both: a rank that went on to a gather would wait
+        # One queue, so that a failure in either ends what follows in both: a rank that continued to a gather would wait
         # for ranks that wait for it in the reduction.
         return self.every._start(what, run)
 
@@ -216,12 +213,12 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
 
 
 class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
-    """The backend's own collectives (NCCL and others). What follows one another does so on a stream made for it, which
-    waits for the stream of the caller; the host waits for nothing, and the caller's stream only in ``Handle.wait``.
+    """The backend's own collectives (NCCL and others). Successive hops run on a separate stream, which waits for the
+    caller's stream; the host waits for nothing, and the caller's stream only in ``Handle.wait``.
 
-    Two reductions never overlap, though the one may be inside and the other between instances; gathers, and what all
-    ranks agree on, are on communicators of their own beside them. Tested on the host alone, where nothing is
-    asynchronous here; on a device this is untested and unmeasured.
+    Two reductions never overlap, though one may be inside and the other between instances; gathers, and the ranks'
+    agreements, are on communicators of their own. Tested on the host only, where nothing here is asynchronous; on a
+    device it is untested and unmeasured.
     """
 
     def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
@@ -229,22 +226,22 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         self._stream: Any = None
 
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
-        # Before it runs: on the host this rank may wait in there while others ask how far it is.
+        # Before it runs: on the host this rank may wait in it while others ask how far it is.
         self._count(what)
-        # No stream orders the two hops on the host, so they are done before this returns; an error waits for wait(),
-        # where callers expect it.
+        # No stream orders the two hops on the host, so they are done before this returns; an error is raised in
+        # wait(), as callers expect.
         if device.type == "cpu" and self._streams is None:
             return WorkHandle(what, _Ended.of(run), self.every)
         streams = self._streams or torch.get_device_module(device)
         if self._stream is None:
             self._stream = streams.Stream(device)
-        # The gradients were written on the caller's stream; without this the first hop would read them half written.
+        # The gradients were written on the caller's stream; without this the first hop would read incomplete ones.
         self._stream.wait_stream(streams.current_stream(device))
         with streams.stream(self._stream), torch.no_grad():
             with self.translated_errors(what):
                 run()
-            # An event and not the work's own wait: it covers what was queued after the collective too, the scaling and
-            # the sums.
+            # An event and not the work's own wait: it also covers what is queued after the collective, the
+            # scaling and the sums.
             event = streams.Event()
             event.record(self._stream)
         return WorkHandle(what, _Recorded(event, streams, device), self.every)
@@ -259,15 +256,15 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             self._abort_group(group)
 
     def wait_for_device(self, device: torch.device, what: str) -> None:
-        # Whoever watches the ranks watches all of them, and what was started is counted there.
+        # The watchdog of all ranks is used, and started collectives are counted there.
         self.every.wait_for_device(device, what)
 
     def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
         return self.every.max_of_bytes(numbers)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        # The hosts have one group, of all ranks: another for each instance would cost its connections, for a few bytes
-        # at a checkpoint, which all instances take part in.
+        # The hosts have one group, of all ranks: one for each instance would cost connections for a few bytes at a
+        # checkpoint, in which all instances take part.
         first = self.every.rank - self.rank
         return self.every.all_gather_bytes(data)[first : first + self.size]
 
@@ -286,18 +283,18 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
 
 
 class _Recorded:
-    """An event that the current stream of a device is put behind."""
+    """An event that the current stream of a device waits for."""
 
     def __init__(self, event: Any, streams: Any, device: torch.device) -> None:
         self._event, self._streams, self._device = event, streams, device
 
     def wait(self) -> None:
-        # Named: an event that is told no stream takes that of the current device, which need not be the model's.
+        # Explicitly: without an argument an event uses the stream of the current device, which need not be the model's.
         self._event.wait(self._streams.current_stream(self._device))
 
 
 class _Ended:
-    """Something that was done at once. An error in it is raised where it is waited for, as collectives do."""
+    """Work that was done at once. Its error is raised where it is waited for, as collectives do."""
 
     def __init__(self, error: RuntimeError | None) -> None:
         self._error = error

@@ -1,17 +1,16 @@
-"""The collectives that the engine asks of a process group, whatever its backend.
+"""The collectives that the engine needs from a process group, for every backend.
 
-Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
-default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
-at once with a :class:`Handle`; they run in the order in which they were started, which must be the same on every
-rank.
+Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the default
+group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return at once
+with a :class:`Handle`; they run in the order of their start, which must be the same on every rank.
 
-[Note: what the host waits for]
-On an accelerator ``Handle.wait`` orders the stream and returns: the host runs ahead, and a rank whose peer is gone
-would learn of it nowhere but in a read of the device, inside C++, where it can be neither watched nor interrupted. So
-ranks agree on their hosts (:attr:`Collectives.host`, gloo), where waits are watched and end in bounded time; nothing of
-the device is read for it, and its queue stays full. The exchange at the end of a backward comes before anything of that
-backward is waited for: there a hung peer is noticed. Where the host has to read a result of the device all the same,
-:meth:`Collectives.wait_for_device` comes first.
+[Note: why ranks agree over their hosts]
+On an accelerator ``Handle.wait`` orders the stream and returns: the host runs ahead. A rank whose peer is gone
+would notice that only in a read of the device, inside C++, where it can neither be watched nor interrupted. So
+ranks agree on their hosts (:attr:`Collectives.host`, gloo), where waits are watched and end in bounded time.
+Nothing of the device is read for it, and its queue stays full. The exchange at the end of a backward comes before
+any wait for that backward's work: a hung peer is noticed there. Where the host has to read a result of the device
+nevertheless, :meth:`Collectives.wait_for_device` comes first.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from ..layout import Spans
 from .part_sums import coalesce_by_dtype
 from .rank_check import CALL_ON_EVERY_RANK, Progress, RankCheck
 
-CHECK_PEERS_S = 1.0  # between two looks at the others while this rank waits
-_POLL_S = 50e-6  # between two looks at the device: short beside a step, and long enough to leave the core to others
-_PROBE_S = 5.0  # a probe of every rank is a message that nobody receives, and gloo keeps each
+CHECK_PEERS_S = 1.0  # between two checks of the peers while this rank waits
+_POLL_S = 50e-6  # between two queries of the device: short for a step, long enough to free the core
+_PROBE_S = 5.0  # a probe is a message that no rank receives, and gloo keeps each
 
-COALESCED_BYTES = 64 * 2**20  # the copy that is sent takes as much memory again
+COALESCED_BYTES = 64 * 2**20  # of tensors that are copied, and sent, at once
 
 
 class Handle(ABC):
     """A started collective.
 
     Attributes:
-        ran_ns: after :meth:`wait`, when it began and ended (``time.perf_counter_ns()``), where that is known (gloo).
+        ran_ns: after :meth:`wait`, its begin and end (``time.perf_counter_ns()``) if known (gloo).
     """
 
     ran_ns: tuple[int, int] | None = None
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it
-        failed."""
+        """Returns when the result may be used (on CUDA: by work queued from now on). Raises
+        CollectiveError if it failed."""
 
 
 class Handles(Handle):
@@ -72,11 +71,12 @@ class Handles(Handle):
 class Watchdog(Protocol):
     """Called about once a second while this rank waits in a collective.
 
-    A backend notices that a peer's process died, but not that it raised and went elsewhere.
+    A backend notices that a peer's process died, but not that it raised and is elsewhere.
     """
 
     def __call__(self, what: str, number: int) -> str:
-        """Says why the wait for ``what``, the ``number``-th of this rank's collectives (from 1), is in vain; or ""."""
+        """Returns the reason why ``what``, the ``number``-th of this rank's collectives (from 1), will
+        never complete, or ""."""
 
 
 class Collectives(ABC):
@@ -84,17 +84,17 @@ class Collectives(ABC):
 
     Args:
         group: its ranks, and how they send; None in a process without a process group, which is one rank.
-        rank_check: finds out before a collective that users call whether all ranks do; None where there is no store to
-            meet in, as for a group that torch.distributed does not know.
+        rank_check: checks before a collective call of the user's that all ranks make it; None without a store, as for a
+            group that torch.distributed does not know.
         host: see the property; None for these collectives themselves.
 
     Attributes:
-        rank_check: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
-        has_receive_buffers: whether :meth:`reduce_scatter_into` has memory for what comes that the memory table counts.
-        second: another way between the same ranks (see :func:`.second_collectives`); None where none was made.
-        watchdog: asked while this rank waits; None for a wait that ends with a peer's process alone.
+        has_receive_buffers: whether :meth:`reduce_scatter_into` receives into memory that the memory
+            table has to count.
+        second: collectives on a second group of the same ranks (see :func:`.second_collectives`); None if not made.
+        watchdog: called while this rank waits; without it, a wait ends only with a peer's process.
     """
 
     has_receive_buffers = False
@@ -110,28 +110,28 @@ class Collectives(ABC):
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.rank_check = rank_check
         self._host = host
-        # One count for both: the attendant's thread tells rank 0 how far this rank is by what is counted here.
+        # One count for both: the responder's thread compares it with rank 0's.
         self.progress = rank_check.progress if rank_check is not None else Progress()
         if host is not None:
-            # One count for the device and the host, too: a program starts both in one order, the same on all ranks.
+            # One count for device and host, too: a program starts both in one order, the same on all ranks.
             self.progress = host.progress
         self.instances: dict[int, Collectives] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves None in copies and pickles of what holds them (a Trainer in mid-fit): connections are of this process,
-        and a copy sends nothing."""
+        """Is None in copies and pickles of its owners (a Trainer in mid-fit): connections belong to this process, and
+        a copy sends nothing."""
         return type(None), ()
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank is the one that gets what is gathered for one."""
+        """Whether this rank receives what is gathered for one rank."""
         return self.rank == 0
 
     @property
     def host(self) -> Collectives:
-        """The collectives of the same ranks for tensors in host memory: these themselves where they send from there.
+        """The collectives of the same ranks for tensors in host memory: this object itself if it sends from there.
 
-        See [Note: what the host waits for].
+        See [Note: why ranks agree over their hosts].
         """
         return self if self._host is None else self._host
 
@@ -146,12 +146,12 @@ class Collectives(ABC):
         return self.progress.last_started
 
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
-        """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
+        """Returns when all ranks have reached the same collective call, which the user knows as ``what``.
 
-        ``remedy`` says what to do, in the form of the door. Where there is no roll call, all ranks are taken to come.
+        ``remedy`` says what to do, in the form of the door. Without a rank check all ranks are assumed to come.
 
         Raises:
-            NotOnAllRanksError: if they are not, within bounded time.
+            NotOnAllRanksError: if they do not come, within bounded time.
         """
         # Without a store ranks cannot be asked; the call itself then waits, as any collective does.
         if self.rank_check is None or self.size == 1:
@@ -162,20 +162,20 @@ class Collectives(ABC):
 
     @contextlib.contextmanager
     def translated_errors(self, what: str) -> Iterator[None]:
-        """Turns what a backend raises, or a store that ended with its process, into a CollectiveError."""
+        """Turns errors of a backend, or of a store that ended with its process, into CollectiveError."""
         try:
             yield
-        # It has its own text already; CollectiveError is a RuntimeError too.
+        # It has a text already; CollectiveError is a RuntimeError, too.
         except MegastrategyError:
             raise
         except RuntimeError as error:
             raise incomplete_error(what, self, error) from error
 
     def _count(self, what: str) -> None:
-        """A collective is started."""
+        """Counts a collective that is started."""
         self.progress.start(what)
         if self.rank_check is not None:
-            # After close() the attendant is gone; a rank that is used again must be able to answer rank 0 again.
+            # After close() the responder is gone; a rank that is used again must be able to answer rank 0.
             self.rank_check.restart_responder()
 
     def check_peers(self, what: str, number: int) -> None:
@@ -184,10 +184,10 @@ class Collectives(ABC):
         Raises:
             CollectiveError: if it will not complete.
         """
-        # Rank 0 waits here, so whoever calls a meeting without having come this far would wait for it in vain.
+        # Rank 0 waits here, so a rank whose check is before this collective would wait for it forever.
         if self.rank_check is not None:
             self.rank_check.report_waiting(f"waiting in {what}", number)
-        # A backend cannot see that a peer raised and went elsewhere while its process lives; whoever watches can.
+        # A backend cannot notice that a peer raised and is elsewhere while its process lives; the watchdog can.
         if self.watchdog is not None and (reason := self.watchdog(what, number)):
             self._give_up(what, reason)
 
@@ -197,16 +197,16 @@ class Collectives(ABC):
 
     def probe(self, rank: int) -> None:
         """Raises a RuntimeError if the rank's process has ended."""
-        # A device's backend cannot tell. One that has no host group either leaves it to the patience.
+        # A device's backend cannot tell. Without a host group either, the time limit of the rank check remains.
         if self.host is not self:
             self.host.probe(rank)
 
     def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
-        """Waits for what this rank has started."""
+        """Waits for the collectives that this rank has started."""
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:  # noqa: B027 - gloo's have met by then
-        """Has the ranks connect now for what carries buckets, where a backend would do so when it is first used: in the
-        first backward, when memory is at its peak. Collective.
+        """Makes the ranks connect now for the collectives of buckets. A backend would connect when it is first used: in
+        the first backward, when memory is at its peak. Collective.
 
         Args:
             exchanges: whether :meth:`reduce_scatter_into` will be used.
@@ -214,30 +214,32 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """``tensor`` becomes the sum over ranks of ``scale * tensor``; with ``scale_sum``, ``scale`` times the sum."""
+        """Replaces ``tensor`` by the sum over ranks of ``scale * tensor``; with ``scale_sum``, by
+        ``scale`` times the sum."""
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        """``tensor`` becomes the element-wise maximum over ranks."""
+        """Replaces ``tensor`` by the element-wise maximum over ranks."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part (with
-        ``scale_sum``, ``scale`` times the sum); the rest is undefined."""
+        """Replaces the rank-th of ``size`` equal parts of ``tensor`` by the sum over ranks of ``scale *`` that part
+        (with ``scale_sum``, by ``scale`` times the sum); the rest is undefined."""
 
     @abstractmethod
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """Adds to ``sums`` what :meth:`reduce_scatter` would leave in this rank's part of ``tensor``, computed in the
+        """Adds the result of :meth:`reduce_scatter` for this rank's part of ``tensor`` to ``sums``, computed in the
         dtype of ``sums`` and in the order of the ranks; ``tensor`` is sent as it is, and undefined afterwards."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:
-        """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal
+        """Sends every rank's own part (rank-th of ``size`` equal parts) to all ranks; ``tensor`` is then equal
         everywhere."""
 
     @abstractmethod
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
-        """Every rank's own elements of ``tensor``, ``spans[rank]``, reach all ranks; nothing else is changed.
+        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks; the other
+        elements do not change.
 
         Spans are the same on every rank, and do not overlap. They may be empty, and of any length.
         """
@@ -246,40 +248,39 @@ class Collectives(ABC):
     def all_to_all(
         self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Handle:
-        """The parts of ``tensor``, of ``sizes`` elements by rank, go to the ranks, and theirs for this one come into
-        ``received``, of ``received_sizes`` elements by rank. A part for the rank itself has none."""
+        """Sends parts of ``tensor``, of ``sizes`` elements by rank, to the ranks, and receives theirs for this one into
+        ``received``, of ``received_sizes`` elements by rank. A rank's part for itself has none."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Handle:
-        """``tensor`` becomes rank 0's."""
+        """Replaces ``tensor`` by rank 0's."""
 
     def close(self) -> None:
-        """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
-        afterwards."""
+        """Releases threads and scratch memory, not the group, which belongs to the caller. May be called again,
+        and used again afterwards."""
         if self.rank_check is not None:
             self.rank_check.stop_responder()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
-        for chunk in coalesce_by_dtype(tensors, COALESCED_BYTES):
-            # A copy, whatever strides the tensors have: a broadcast for each would cost a round trip for each.
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            # As bytes: gloo sends no int16, uint16 or float8, which a quantised model has in frozen parameters.
+        """Replaces every tensor (any shape and dtype) by rank 0's, in a few coalesced broadcasts per dtype."""
+        for group in coalesce_by_dtype(tensors, COALESCED_BYTES):
+            # A copy for all strides: a broadcast for each tensor would cost a round trip for each.
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            # As bytes: gloo cannot send int16, uint16 or float8, the dtypes of a quantised model's frozen parameters.
             self.broadcast(flat.view(torch.uint8)).wait()
-            received = flat.split([tensor.numel() for tensor in chunk])
+            received = flat.split([tensor.numel() for tensor in group])
             # One call: a kernel for each of hundreds of small buffers would take longer than sending them.
             torch._foreach_copy_(
-                [tensor.detach() for tensor in chunk],
-                [part.view(tensor.shape) for part, tensor in zip(received, chunk, strict=True)],
+                [tensor.detach() for tensor in group],
+                [part.view(tensor.shape) for part, tensor in zip(received, group, strict=True)],
             )
 
     def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the maximum over ranks of ``numbers`` (0 to 255), element by element. Collective, between hosts.
-
-        On one rank nothing is sent.
+        """Returns the maximum over ranks of ``numbers`` (0 to 255), element by element. Collective, between hosts; on
+        one rank nothing is sent.
 
         Raises:
-            CollectiveError: if the others do not come. What is on the device is aborted then: it waits for them too.
+            CollectiveError: if the others do not come. Work on the device is then aborted: it waits for them, too.
         """
         if self.size == 1:
             return list(numbers)
@@ -290,40 +291,41 @@ class Collectives(ABC):
         return agreed
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's ``data``, by rank; lengths may differ. Collective, between hosts."""
-        # Two rounds, since ranks must agree on a size before: gloo ends the process where sizes differ.
+        """Returns every rank's ``data``, by rank; lengths may differ. Collective, between hosts."""
+        # Two rounds, since ranks must first agree on a size: gloo ends the process if sizes differ.
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(data)
         with self._aborting():
             self.host.all_gather(lengths).wait()
         sizes = [int(size) for size in lengths.tolist()]
-        # At least one byte: a gather of no elements is nothing that backends promise.
+        # At least one byte: backends do not promise that a gather of no elements works.
         width = max(1, max(sizes))
         received = bytearray(width * self.size)
         received[width * self.rank : width * self.rank + len(data)] = data
-        # The tensor looks into the bytearray, so what comes is not copied.
+        # The tensor has the bytearray's memory, so received data is not copied.
         table = torch.frombuffer(received, dtype=torch.uint8)
         with self._aborting():
             self.host.all_gather(table).wait()
         return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""
+        """Returns every rank's picklable ``value``, by rank. The bytes come from the group's own
+        ranks and are trusted."""
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value))]
 
     # --- the device --------------------------------------------------------------------------------------------------
 
     def wait_for_device(self, device: torch.device, what: str) -> None:
-        """Returns when the device has done what is queued on its current stream, since the host is about to read it.
+        """Returns when the device has done the work on its current stream, for a read by the host.
 
-        Returns at once where the host does not run ahead of the device. See [Note: what the host waits for].
+        Returns at once if the host does not run ahead of the device. See [Note: why ranks agree over their hosts].
 
         Args:
             what: the last of these collectives that is queued there, for the message.
 
         Raises:
-            CollectiveError: if it will not end: another rank failed or ended, or the group's timeout has passed. What
-                is on the device is aborted.
+            CollectiveError: if it will not end: another rank failed or ended, or the group's timeout has passed. Work
+                on the device is aborted.
         """
         has_ended = self._end_of_queue(device)
         if has_ended is None:
@@ -331,7 +333,7 @@ class Collectives(ABC):
         timeout_s = self.group._get_backend(device).options._timeout.total_seconds()
         began = time.monotonic()
         next_glance, next_probe = began + CHECK_PEERS_S, began + _PROBE_S
-        # Polled, not synchronised: a synchronisation returns from C++ only when the device is done, which may be never.
+        # Polled, not synchronised: a synchronisation returns from C++ only when the device is done, perhaps never.
         while not has_ended():
             time.sleep(_POLL_S)
             now = time.monotonic()
@@ -354,27 +356,28 @@ class Collectives(ABC):
                 raise incomplete_error(what, self, error) from error
 
     def _end_of_queue(self, device: torch.device) -> Callable[[], bool] | None:
-        """Tells whether the device has done what is queued now; None where the host does not run ahead of it."""
+        """Returns a function that says whether the device has done the work queued now; None if the host
+        does not run ahead."""
         return None
 
     def abort(self) -> None:  # noqa: B027 - where the host itself sends, nothing runs behind its back
-        """Ends what is on the device and will not complete. These collectives cannot be used afterwards."""
+        """Ends work on the device that will not complete. These collectives cannot be used afterwards."""
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Aborts what is on the device if the ranks do not meet on the host."""
+        """Aborts work on the device if the ranks do not meet on the host."""
         try:
             yield
         except CollectiveError:
-            # Its kernels wait for the rank that did not come here either, and would keep the device for ever. Not where
-            # the host is the device: gloo ends by itself, and its worker knows what failed.
+            # Its kernels wait for the rank that did not come here either, and would occupy the device forever. Not if
+            # the host is the device: gloo ends by itself, and its worker knows which collective failed.
             if self.host is not self:
                 self.abort()
             raise
 
 
 def incomplete_error(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
-    """The error for what a backend raised in a collective."""
+    """Returns the error for one that a backend raised in a collective."""
     return CollectiveError(
         f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with "
         "an error, was killed, or is stuck longer than the group's timeout: look at the first error among the "

@@ -1,14 +1,14 @@
-"""Sums in a wider dtype than what is sent, for backends that would sum in the dtype that they send.
+"""Sums in a wider dtype than gradients are sent in, for backends that would sum in the dtype that they send.
 
-[Note: memory for what comes]
-The ranks exchange parts, and each adds up its own. What comes has as many bytes as what is sent, and all buckets of a
-backward may be in flight together: with memory for each, that would be a second copy of the gradients. So there is
-memory for two, in turn: while what has come for one bucket is added up, the next one's parts arrive.
+[Note: receive buffers]
+The ranks exchange parts, and each adds up its own. A rank receives as many bytes as it sends, and all buckets of a
+backward may be in flight together: memory for each of them would be a second copy of the gradients. So there is memory
+for two, in turn: while one bucket's parts are added up, the next one's arrive.
 
-On an accelerator all of this is queued on a stream of its own. That is put behind the caller's where an exchange is
-started, so that nothing is sent half written; and the caller's is put behind it in ``Handle.wait`` alone, so that
-neither the host nor the backward waits for the wire in between. An exchange is launched from that stream behind the
-sums of the last but one, whose memory it takes: the backend orders itself behind the stream that it is launched from.
+On an accelerator all of this is queued on a separate stream. It waits for the caller's stream where an exchange is
+started, so that no incomplete gradient is sent; the caller's stream waits for it only in ``Handle.wait``, so that
+neither the host nor the backward waits for the wire in between. An exchange is launched on that stream behind the sums
+of the last but one, whose memory it uses: the backend waits for the stream on which it is launched.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..layout import NUM_RECEIVE_BUFFERS
 
 
 class PartExchange:
-    """See [Note: memory for what comes].
+    """Exchanges parts and adds them up; see [Note: receive buffers].
 
     Args:
         device: of all tensors.
-        all_to_all: launches an exchange: every rank's part for this one comes into its first argument, out of the
-            others' second. Returns something with a ``wait()``, which keeps the current stream, and the host only where
-            there are no streams.
+        all_to_all: launches an exchange, which receives every rank's part for this one into its first argument, out of
+            the others' second. Returns an object with a ``wait()``, which blocks the current stream, and the host only
+            if there are no streams.
         streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of the device; None for torch's.
     """
 
@@ -41,11 +41,11 @@ class PartExchange:
         self._streams: Any = streams or devices.streams_of(device)
         self._stream: Any = None if self._streams is None else self._streams.Stream(device)
         self._received: list[Tensor] = []  # 1-D bytes, the next to be used first
-        self._started: collections.deque[_Exchange] = collections.deque()  # those whose sums are not begun
+        self._started: collections.deque[_Exchange] = collections.deque()  # not added up yet
 
     def start(self, tensor: Tensor, add: Callable[[Sequence[Tensor]], object], num_parts: int) -> _Exchange:
-        """Starts an exchange of the equal parts of ``tensor`` (1-D). ``add`` gets what has come, by rank, when its turn
-        has come, and adds it up."""
+        """Starts an exchange of the equal parts of ``tensor`` (1-D). ``add`` is called with the received parts, by
+        rank, in its turn, and adds them up."""
         if self._stream is not None:
             self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._on_stream():
@@ -58,17 +58,17 @@ class PartExchange:
         return exchange
 
     def finish(self, exchange: _Exchange) -> None:
-        """Makes the current stream wait for the sums of an exchange; the host where there are no streams."""
+        """Makes the current stream wait for the sums of an exchange, or the host if there are no streams."""
         with self._on_stream():
             while exchange in self._started:
                 self._add_oldest()
-            if not self._started:  # the last of a backward: whatever is queued from this stream next is behind it
+            if not self._started:  # the last of a backward; later work waits for this stream
                 self._received.clear()
         if exchange.added is not None:
             exchange.added.wait(self._streams.current_stream(self._device))
 
     def close(self) -> None:
-        """Gives the memory back. What was started is not waited for: after an error it might never end."""
+        """Frees the memory. Does not wait for started exchanges, which may never end after an error."""
         self._started.clear()
         self._received.clear()
 
@@ -77,8 +77,8 @@ class PartExchange:
         exchange.work.wait()
         with torch.no_grad():
             exchange.add(exchange.parts)
-        self._started.popleft()  # not before: a wait that failed fails again, and its sums are nobody's
-        exchange.work, exchange.parts = None, ()  # both keep the memory, and whoever waits for all keeps the exchange
+        self._started.popleft()  # not before: a wait that failed has to fail again, since nothing was added
+        exchange.work, exchange.parts = None, ()  # frees the memory, since the caller may keep the exchange
         if self._stream is not None:
             exchange.added = self._streams.Event()
             exchange.added.record(self._stream)
@@ -87,7 +87,7 @@ class PartExchange:
         return contextlib.nullcontext() if self._stream is None else self._streams.stream(self._stream)
 
     def _next_received(self, tensor: Tensor) -> Tensor:
-        """The memory that was used longest ago; it grows to the largest that was asked for."""
+        """Returns the memory that was used longest ago; it grows to the largest size requested."""
         if len(self._received) < NUM_RECEIVE_BUFFERS:
             received = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         else:
@@ -99,10 +99,10 @@ class PartExchange:
 
 
 class _Exchange:
-    """An exchange under way.
+    """An exchange in flight.
 
     Attributes:
-        added: recorded when its sums were queued; None before, and where there are no streams.
+        added: recorded when its sums were queued; None before, and without streams.
     """
 
     def __init__(self, work: Any, parts: Sequence[Tensor], add: Callable[[Sequence[Tensor]], object]) -> None:

@@ -1,23 +1,24 @@
-"""Groups of the engine's own, over the ranks of somebody else's.
+"""Groups of the engine's own, over the ranks of a given group.
 
 [Note: a peer that dies while ranks connect]
-Gloo looks for the addresses of the others in the store, and waits there for one that is missing until the group's
-timeout: half an hour, for a rank that was killed after all had agreed to make the group. So a thread of its own
-connects, and the caller looks every second whether all processes are there still, over the group that the new one is
-made from. The thread is left behind where one is not: nothing ends it before the timeout. The group has a connection of
-its own to the store, since a client that waits keeps every other request of its process waiting.
+Gloo reads the addresses of the others from the store, and waits for a missing one until the group's timeout: half an
+hour, for a rank that was killed after all had agreed to make the group. So a separate thread connects, and the caller
+checks every second whether all processes still run, over the group from which the new one is made. If one does not, the
+thread is left behind, since nothing ends it before the timeout. The group has its own connection to the store: a client
+that waits blocks every other request of its process.
 
-[Note: members alone]
-Where ``init_process_group`` was given a ``device_id`` (Lightning gives it), torch splits the communicator of a new NCCL
-group from the default group's, and a split is collective over all ranks of that: a part whose members alone make it
-would wait for the others for ever. torch splits if the default group has the device bound. So it has not while a part
-is made, and the part's communicator is connected by its members, as eagerly.
+[Note: NCCL groups made by their members only]
+If ``init_process_group`` was given a ``device_id`` (by Lightning, for example), torch splits the communicator of a new
+NCCL group from the default group's, and a split is collective over all ranks of that: members that make a group without
+the others would wait for them forever. torch splits if the default group has the device bound. So it is unbound while
+such a group is made, and the members connect the communicator, as eagerly.
 
 [Note: hosts that cannot connect]
-Ranks whose group is a device's (NCCL) agree over a gloo group of their hosts. Gloo listens on what the machine's own
-name resolves to. On many images that is a loopback address, where no other node can come; so this group then listens
-where the way to the store's host begins, which every rank has gone already. Nor does the device's group show whether a
-process has ended. So connecting has :data:`HOSTS_CONNECT_S`, and then raises on each rank that lacks a connection.
+Ranks whose group belongs to a device (NCCL) agree over a gloo group of their hosts. Gloo listens on the address of the
+machine's own name. On many images that is a loopback address, which other nodes cannot reach; this group then listens
+on the interface towards the store's host, which every rank has reached already. The device's group does not show
+either whether a process has ended. So connecting is limited to :data:`HOSTS_CONNECT_S`, and then raises on each rank
+that lacks a connection.
 """
 
 from __future__ import annotations
@@ -42,21 +43,20 @@ from ..errors import CollectiveError
 _CHECK_PEERS_S = 1.0
 _NAME = "megastrategy "
 HOSTS_CONNECT_S = 60.0
-"""The time that hosts have to connect. They come together, from a collective on the device; a full mesh of 512 takes
-seconds."""
+"""The time that hosts have to connect. They start together, from a collective on the device; a full mesh
+of 512 takes seconds."""
 
 PROBE_TAG = 2**31 - 1
-"""A message that nobody receives has this tag. Exchanges of the rings count from 0, and none has come that far."""
+"""The tag of a message that no rank receives. Exchanges of the rings count from 0, and never reach it."""
 
 
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
-    """A new group over the same ranks as ``group`` (default: all), for this engine alone.
+    """Makes a group over the same ranks as ``group`` (default: all), for this engine only.
 
-    A group that torch.distributed does not know was made by hand for whoever passes it, and is returned as it is.
-
-    On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
-    rank. It has the backend and the timeout (on ``device``) of the one it is made from. All ranks of ``group`` must
-    call this together. :func:`destroy_group` or ``torch.distributed.destroy_process_group()`` ends it.
+    On a group that other code uses, its collectives would wait behind ours, or run in a different order on another
+    rank. The new group has the backend and the timeout (on ``device``) of ``group``. A group that torch.distributed
+    does not know was made by hand, for the caller, and is returned as it is. Collective over ``group``.
+    :func:`destroy_group` or ``torch.distributed.destroy_process_group()`` ends the new group.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
@@ -66,7 +66,7 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
             "sets the addresses for it), or pass process_group"
         )
-    # It has no entry in torch's tables: nothing there could be named after it, or end it.
+    # It has no entry in torch's tables, by which a new group could be named and ended.
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         return group
     group = group or dist.group.WORLD
@@ -75,7 +75,7 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
 
 
 def world_group() -> ProcessGroup:
-    """The default group.
+    """Returns the default group.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
@@ -87,11 +87,10 @@ def world_group() -> ProcessGroup:
 
 
 def host_group(group: ProcessGroup, device: torch.device | None = None) -> ProcessGroup:
-    """A new gloo group over the ranks of ``group``, with its timeout.
+    """Makes a gloo group over the ranks of ``group``, with its timeout. Collective.
 
-    torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
-    that may wait for a minute would be kept. Collective. See [Note: hosts that cannot connect].
-    ``device``: see :func:`device_of_group`.
+    torch's default would be 30 minutes: too short for a rank that may wait for an hour, too long for a timeout of a
+    minute. See [Note: hosts that cannot connect]. ``device``: see :func:`device_of_group`.
 
     Raises:
         ValueError: if torch.distributed does not know ``group``.
@@ -104,7 +103,7 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
         )
     device = device_of_group(group, device)
     name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
-    if has_gloo(group):  # these hosts have connected before: a failure now is a rank's, and no interface's
+    if has_gloo(group):  # these hosts have connected before, so a failure is not the interface's
         return part_of_group(group, ranks, name, device, backend="gloo")
     try:
         return part_of_group(group, ranks, name, device, backend="gloo")
@@ -117,11 +116,13 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
 
 
 def device_of_group(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
-    """A device that ``group`` has a backend for: the CPU if it has one. If several, all have one timeout.
+    """Returns a device that ``group`` has a backend for: the CPU if it has one. All devices of a
+    group have one timeout.
 
     Args:
-        own: this rank's, where the caller knows it. A kind alone means the current device, which is the first one on
-            every rank of a script that moves its model and calls no ``set_device``: NCCL refuses two ranks on one.
+        own: this rank's, if the caller knows it. A device without an index means the current one, which is the
+            first one on every rank of a script that moves its model and calls no ``set_device``: NCCL refuses
+            two ranks on one.
     """
     cpu = torch.device("cpu")
     if cpu in group._device_types:
@@ -131,14 +132,14 @@ def device_of_group(group: ProcessGroup, own: torch.device | None = None) -> tor
 
 
 def num_private_groups() -> int:
-    """The number of groups of this process that :func:`private_group` and its like have made and not ended."""
+    """Returns the number of groups of this process that :func:`private_group` and similar functions have
+    made and not ended."""
     return sum(name.startswith(_NAME) for name in dist.distributed_c10d._world.pg_names.values())
 
 
 def new_name(group: ProcessGroup, device: torch.device) -> str:
-    """A name that no other group has or had. Collective."""
-    # Rank 0's draw, and of secrets: users seed the other generators, again before each fit, and a name would come
-    # twice.
+    """Returns a name that no other group has or had. Collective."""
+    # Rank 0 draws it, from secrets: users seed the other generators, again before each fit, and a name would repeat.
     number = torch.tensor([secrets.randbelow(2**62)], device=device)
     group.broadcast([number], dist.BroadcastOptions()).wait()
     return f"{_NAME}{int(number.item())}"
@@ -147,17 +148,17 @@ def new_name(group: ProcessGroup, device: torch.device) -> str:
 def part_of_group(
     group: ProcessGroup, ranks: list[int], name: str, device: torch.device, *, backend: str | None = None
 ) -> ProcessGroup:
-    """A new group with the backend and the timeout of ``group``. Collective over its ranks alone.
+    """Makes a group with the backend and the timeout of ``group``. Collective over its members only.
 
-    ``torch.distributed.new_group()`` would name it after the number of groups that this rank has made, those of it
-    alone among them since torch 2.15, and with ``use_local_synchronization=True`` after its ranks and the number of
-    groups that it is in: ranks that differ in those numbers wait for each other forever, and a group that is made after
-    another one has ended finds that one's addresses in the store.
+    ``torch.distributed.new_group()`` would name it after the number of groups that this rank has made, including its
+    own ones since torch 2.15, and with ``use_local_synchronization=True`` after its ranks and the number of groups that
+    it is in. Ranks that differ in those numbers wait for each other forever, and a group that is made after another one
+    has ended finds that one's addresses in the store.
 
     Args:
-        ranks: some of the group's, by their numbers in the world, this one among them.
+        ranks: some of the group's, by their numbers in the world, including this one.
         name: that no other group has or had.
-        backend: in the place of the group's.
+        backend: instead of the group's.
     """
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()
@@ -173,17 +174,16 @@ def part_of_group(
     config = "cpu:gloo" if backend == "gloo" else backend
 
     def connect() -> ProcessGroup:
-        # torch's own helper takes neither an address nor a second connection.
+        # torch's helper accepts neither an address nor a second connection.
         if address or (len(ranks) == 2 and (backend == "gloo" or _is_plain_gloo(group))):
             ways = _gloo_ways(address, len(ranks))
             return _gloo_over(ways, config, store.clone(), name, ranks.index(own), len(ranks), timeout)  # type: ignore[attr-defined]
-        # See [Note: members alone].
+        # See [Note: NCCL groups made by their members only].
         bound = world.bound_device_id
         if len(ranks) < world.size():
             world.bound_device_id = None
         try:
-            # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must
-            # call
+            # A private helper of torch's. new_group() uses it too, but all ranks of the world must call that.
             made, _ = c10d._new_process_group_helper(
                 len(ranks),
                 ranks.index(own),
@@ -207,34 +207,35 @@ def part_of_group(
 
 
 def subgroup(group: ProcessGroup, ranks: Iterable[int], device: torch.device) -> ProcessGroup | None:
-    """A new group of some ranks of ``group``, by their numbers there; None on the others. Collective over ``group``."""
+    """Makes a group of some ranks of ``group``, by their numbers there; returns None on the others. Collective over
+    ``group``."""
     name, wanted = new_name(group, device), [dist.get_global_rank(group, rank) for rank in ranks]
     return part_of_group(group, wanted, name, device) if dist.get_rank() in wanted else None
 
 
 def is_fake(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's peers do not exist: a process that runs as one rank of many, to be looked at."""
+    """Whether the group's peers do not exist: the process runs as one rank of many, for inspection."""
     kind = torch.device(device.type)
     return kind in group._device_types and group._get_backend(kind).name() == dist.Backend.FAKE
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """The longest that a collective of the group may take on ``device``."""
+    """Returns the maximum time of a collective of the group on ``device``."""
     if is_fake(group, device):
-        return dist.constants.default_pg_timeout  # it has no options; nothing is waited for either
+        return dist.constants.default_pg_timeout  # it has no options, and waits for nothing
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def has_gloo(group: ProcessGroup) -> bool:
-    """Whether the hosts of the group are connected by gloo."""
+    """Whether gloo connects the hosts of the group."""
     cpu = torch.device("cpu")
     return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
 
 
 def address_to_listen_at(store: Store, rank: int, size: int) -> str:
-    """The address of the interface of this machine that leads to the other ranks, where gloo's own choice is a loopback
-    address and they are elsewhere; else empty. Collective over ``store``, in which nothing else is.
+    """Returns the address of this machine's interface towards the other ranks, if gloo would choose a loopback address
+    and not all ranks are on this machine; otherwise "". Collective over ``store``, which must be empty.
 
     See [Note: hosts that cannot connect].
     """
@@ -242,13 +243,13 @@ def address_to_listen_at(store: Store, rank: int, size: int) -> str:
     while isinstance(below, PrefixStore):
         below = below.underlying_store
     if type(below).__name__ != "TCPStore":
-        return ""  # in a file, or of one process: nothing says which way the others are
+        return ""  # in a file, or of one process: it has no address
     towards = _address_towards(below.host, below.port)
     store.set(f"{rank}", towards)
     keys = [f"{other}" for other in range(size)]
     store.wait(keys, timedelta(seconds=HOSTS_CONNECT_S))
     elsewhere = [found for key in keys if not _is_loopback(found := store.get(key).decode())]
-    # The machine of the store reaches it by loopback, and the others by an interface that they lead to.
+    # The store's machine reaches the store by loopback, so it uses the interface towards another rank.
     if _is_loopback(towards) and elsewhere:
         towards = _address_towards(elsewhere[0], below.port)
     try:
@@ -259,7 +260,7 @@ def address_to_listen_at(store: Store, rank: int, size: int) -> str:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of the interface by which ``host`` is reached; empty if it is not."""
+    """Returns the address of the interface that reaches ``host``; empty if none does."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # A datagram socket sends nothing when it connects: the kernel only chooses the interface.
@@ -274,22 +275,22 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_plain_gloo(group: ProcessGroup) -> bool:
-    """Whether gloo alone serves a group, and torch does not watch what it does (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Whether gloo serves all devices of a group, and torch does not wrap it (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
     return all(isinstance(group._get_backend(kind), dist.ProcessGroupGloo) for kind in group._device_types)
 
 
 def _gloo_ways(address: str, size: int) -> list[Any]:
-    """The interfaces that a gloo group of so many ranks listens on, one for each connection of two ranks: at
-    ``address``, or where torch would have it (GLOO_SOCKET_IFNAME).
+    """Returns the interfaces that a gloo group of this size listens on, one for each connection of two ranks: at
+    ``address``, or torch's choice (GLOO_SOCKET_IFNAME).
 
-    Two ranks have two connections, over one interface and with one event thread; see gloo_rings' [Note: a connection
-    for each direction].
+    Two ranks have two connections, over one interface and with one event thread; see gloo_rings' [Note: two gloo
+    connections between two ranks].
     """
     gloo: Any = dist.ProcessGroupGloo
     if address:
         chosen = [gloo.create_device(hostname=address)]
     else:
-        # torch chooses in its constructor alone. A group of one rank connects to nobody, and is gone after this.
+        # torch chooses in its constructor only. A group of one rank connects to no other, and is gone after this.
         chosen = gloo(HashStore(), 0, 1, timedelta(seconds=1)).options._devices
     return 2 * chosen if size == 2 and len(chosen) == 1 else chosen
 
@@ -297,8 +298,8 @@ def _gloo_ways(address: str, size: int) -> list[Any]:
 def _gloo_over(
     ways: list[Any], config: str, store: Store, name: str, place: int, size: int, timeout: timedelta
 ) -> ProcessGroup:
-    """Makes a gloo group as torch's own helper would make it, which does not take ``ways``. ``config`` is a backend for
-    each kind of device, as torch writes it: gloo for all."""
+    """Makes a gloo group like torch's helper, which does not accept ``ways``. ``config`` is a backend for each kind of
+    device, as torch writes it: gloo for all."""
     c10d: Any = dist.distributed_c10d  # whose private names torch's stubs lack
     gloo: Any = dist.ProcessGroupGloo
     prefix = PrefixStore(f"{name}/", store)
@@ -314,7 +315,7 @@ def _gloo_over(
     made._set_default_backend(ProcessGroup.BackendType.GLOO)
     made._set_group_name(name)
     made._set_group_desc("undefined")
-    # The tables that destroy_process_group() reads, of this group and of all.
+    # The tables of this group and of all groups that destroy_process_group() reads.
     c10d._world.pg_map[made] = "gloo", prefix
     c10d._world.pg_names[made] = name
     c10d._world.pg_backend_config[made] = config
@@ -333,25 +334,25 @@ def _while_all_live(
     Args:
         group: in which all are connected already.
         peers: the other ranks that connect, by their numbers in ``group``.
-        bounded: they have :data:`HOSTS_CONNECT_S` for it, since ``group`` cannot tell who has ended.
+        bounded: limits the time to :data:`HOSTS_CONNECT_S`, for a ``group`` that cannot tell which process has ended.
 
     Raises:
         CollectiveError: if one of them has ended, or the time has passed.
     """
     can_probe, deadline = has_gloo(group), time.monotonic() + HOSTS_CONNECT_S
     if not can_probe and not bounded:
-        return connect()  # NCCL connects later, and tells nobody whether a process is there
+        return connect()  # NCCL connects later, and cannot tell whether a process has ended
     future: Future[ProcessGroup] = Future()
 
     def run() -> None:
         try:
             future.set_result(connect())
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the future raises it
+        except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
             future.set_exception(error)
 
-    # a daemon, as it may be left behind: the interpreter would wait for another kind of thread when it ends
+    # A daemon, since it may be left behind: the interpreter waits for other kinds of threads when it ends.
     threading.Thread(target=run, name="megastrategy-connect", daemon=True).start()
-    probes: list[Any] = []  # kept, as gloo would wait for them
+    probes: list[Any] = []  # kept, since gloo would wait for a dropped one
     while not concurrent.futures.wait([future], _CHECK_PEERS_S).done:
         if bounded and time.monotonic() > deadline:
             raise CollectiveError(
@@ -360,7 +361,7 @@ def _while_all_live(
             )
         for peer in peers if can_probe else ():
             try:
-                # gloo refuses to begin a message on a connection that the other end has closed
+                # Gloo refuses to begin a message on a connection that the other end has closed.
                 probes.append(group.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG))
             except RuntimeError as error:
                 raise CollectiveError(
@@ -378,7 +379,8 @@ def destroy_group(group: ProcessGroup) -> None:
 
 
 def ranks_of(group: ProcessGroup | None) -> set[int]:
-    """The ranks of a group (None: of all) by their numbers in the world; none where torch.distributed does not know."""
+    """Returns the ranks of a group (None: of all) by their numbers in the world; empty if torch.distributed
+    does not know it."""
     if group is None:
         return set(range(dist.get_world_size())) if dist.is_initialized() else set()
     return set(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))

@@ -1,4 +1,4 @@
-"""The collectives of a rank that is alone."""
+"""The collectives of a single rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .part_sums import add_parts_
 
 
 class SingleRankCollectives(Collectives):
-    """One rank: nothing is sent, no thread is started, and nothing is counted, since there is nobody to keep step with.
+    """One rank: nothing is sent or counted, and no thread is started.
 
-    A sum over ranks is the tensor itself, and so is what is gathered or broadcast. Only a scale is left to apply.
+    The tensor itself is its sum over ranks, and the result of a gather or broadcast. Only a scale is left to apply.
     """
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        if scale != 1.0:  # else a pass over the tensor that changes no bit
+        if scale != 1.0:  # no pass over the tensor that changes no bit
             tensor.mul_(scale)
         return Done()
 
@@ -27,7 +27,7 @@ class SingleRankCollectives(Collectives):
         return Done()
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        # This rank's part is all of it; scaled before or after the sum, one addend rounds once.
+        # This rank's part is the whole tensor; with one addend, scaling before or after the sum is the same.
         return self.all_reduce(tensor, scale)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -49,16 +49,16 @@ class SingleRankCollectives(Collectives):
         return Done()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        """They are rank 0's: not even copied."""
+        """Does nothing: they are rank 0's, and are not even copied."""
 
 
 class Done(Handle):
-    """The handle of something that ended when it began."""
+    """The handle of a collective that ended when it began."""
 
     def __init__(self) -> None:
-        # A span of no length, so that a timeline shows the bucket and counts nothing as exposed.
+        # An empty span, so that a timeline shows the bucket and counts nothing as exposed.
         now_ns = time.perf_counter_ns()
         self.ran_ns = now_ns, now_ns
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once."""

@@ -1,14 +1,14 @@
-"""Collectives of host memory, for tensors on an accelerator: gloo where there is no NCCL, and two ranks on one GPU.
+"""Collectives in host memory for tensors on an accelerator: for gloo without NCCL, and two ranks on one GPU.
 
-[Note: staging]
-Gloo's messages and the rings read and write memory of the host, and know no stream. A thread takes what is started, in
-order: it waits until the caller's stream has come to the place where the collective was started, copies to pinned
+[Note: collectives through host memory]
+Gloo and the rings read and write host memory, and know no streams. A thread runs the collectives in the order of their
+start: it waits until the caller's stream has reached the place where the collective was started, copies to pinned
 memory on a stream of its own, lets the host's collective run, copies back on that stream, and records an event.
-``wait()`` waits for the host's part, and lets the caller's current stream wait for the event. So a tensor is in flight
-from start to wait, as on NCCL, and a wait that is missing shows.
+``wait()`` waits for the host's part, and makes the caller's current stream wait for the event. So a tensor is in flight
+from start to wait, as with NCCL, and a missing wait shows.
 
-The pinned memory is used again without a wait for the host: both copies are on the one stream, the next copy to it is
-queued behind the last one from it, and the host's part is over before that.
+The pinned memory is reused without a wait of the host: both copies are on one stream, the next copy to it is queued
+behind the last one from it, and the host's part has ended before that.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .rank_check import CALL_ON_EVERY_RANK
 from .worker import Worker
 
 _POLL_S = 5e-5
-"""Between two looks at whether the device has copied: a fifth of what gloo needs for its smallest message."""
+"""Between two checks whether the device has copied: a fifth of gloo's time for its smallest message."""
 
 _ALL = slice(None)
 
 
 class ViaHostCollectives(Collectives):
-    """See [Note: staging].
+    """Copies to the host, and runs the collectives there; see [Note: collectives through host memory].
 
     Args:
         real: the collectives of host memory; closed with these.
         streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of the device.
-        staging: whose thread, stream and memory to share; instances of the optimizer take those of all ranks, so that
-            everything a rank starts goes in one order.
+        staging: shares its thread, stream and memory; instances of the optimizer use those of all ranks, so that all
+            collectives of a rank run in one order.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class ViaHostCollectives(Collectives):
         self._staging = staging
         self._worker: Worker | None = None
         self._stream: Any = None
-        self._memory: list[Tensor] = []  # pinned, in bytes: for each of the tensors that one collective has
+        self._memory: list[Tensor] = []  # pinned, in bytes: for each tensor of one collective
 
     @property
     def watchdog(self) -> Watchdog | None:
-        """The host's: a rank that waits for others waits there."""
+        """The host's, since a rank waits for others there."""
         return self.real.watchdog
 
     @watchdog.setter
@@ -89,14 +89,14 @@ class ViaHostCollectives(Collectives):
         def run(sums_copy: Tensor, copy: Tensor) -> Handle:
             return self.real.reduce_scatter_into(sums_copy, copy, scale, scale_sum=scale_sum)
 
-        # The sums take the way as well: added on the device, they would be other bits than the host's own are.
+        # The sums are copied as well: additions on the device would give different bits than the host's.
         return self._start(run, (sums, _ALL, _ALL), (tensor, _ALL, slice(0)))
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start(self.real.all_gather, (tensor, self._own(tensor), _ALL))
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
-        # All of it comes back as it went, or what no span has would be whatever was in the host's memory.
+        # All of it is copied both ways, or elements outside of the spans would be replaced by old host memory.
         return self._start(lambda copy: self.real.gather_spans(copy, spans), (tensor, _ALL, _ALL))
 
     def all_to_all(
@@ -135,7 +135,7 @@ class ViaHostCollectives(Collectives):
     def _submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
         if self._worker is None:
             self._worker = Worker()
-            # At exit too: a thread that the interpreter stops inside a call of the device would end the process badly.
+            # At exit too: the process would crash if the interpreter stopped the thread in a call of the device.
             weakref.finalize(self, self._worker.close)
         return self._worker.submit(run)
 
@@ -144,48 +144,49 @@ class ViaHostCollectives(Collectives):
         with contextlib.suppress(RuntimeError):
             self._owner._submit(lambda: None).result()
 
-    def _start(self, run: Callable[..., Handle], *staged: tuple[Tensor, slice, slice]) -> Handle:
+    def _start(self, run: Callable[..., Handle], *copied: tuple[Tensor, slice, slice]) -> Handle:
         """Starts ``run`` on copies of tensors in host memory.
 
         Args:
-            staged: by tensor, which elements ``run`` is given, and which it gives.
+            staged: tensors with the elements to copy to the host, and those to copy back.
         """
         owner = self._owner
-        tensors = [tensor for tensor, _, _ in staged]
-        # What ranks agree on is on the host already. In the thread too: it must not overtake what was started before.
+        tensors = [tensor for tensor, _, _ in copied]
+        # Data that ranks agree on is on the host already. It goes through the thread too, and must
+        # not overtake earlier collectives.
         if all(tensor.device.type == "cpu" != self.device.type for tensor in tensors):
             return _ViaHostHandle(owner._submit(lambda: run(*tensors).wait()))
         ready, done = self.streams.Event(), self.streams.Event()
-        # In the caller's thread, whose stream has just written what is sent.
+        # In the caller's thread, whose stream has just written the tensors.
         ready.record(self.streams.current_stream(self.device))
-        future = owner._submit(lambda: owner._carry_out(run, staged, ready, done))
+        future = owner._submit(lambda: owner._carry_out(run, copied, ready, done))
         return _ViaHostHandle(future, lambda: done.wait(self.streams.current_stream(self.device)))
 
     def _carry_out(
-        self, run: Callable[..., Handle], staged: Sequence[tuple[Tensor, slice, slice]], ready: Any, done: Any
+        self, run: Callable[..., Handle], copied: Sequence[tuple[Tensor, slice, slice]], ready: Any, done: Any
     ) -> None:
         if self._stream is None:
             self._stream = self.streams.Stream(self.device)
-        copies = [self._host_memory(place, tensor) for place, (tensor, _, _) in enumerate(staged)]
-        copied = self.streams.Event()
+        copies = [self._host_memory(place, tensor) for place, (tensor, _, _) in enumerate(copied)]
+        is_on_host = self.streams.Event()
         with self.streams.stream(self._stream):
             ready.wait(self._stream)
-            for (tensor, given, _), copy in zip(staged, copies, strict=True):
-                copy[given].copy_(tensor.detach()[given], non_blocking=True)
-            copied.record(self._stream)
-            # Asked, and not waited for in one call: that would hold the GIL on some devices, and backward with it. On
-            # the stream's device: a thread begins on the first one, where a question would make a context, which takes
-            # memory of a rank that is not there.
-            while not copied.query():
+            for (tensor, there, _), copy in zip(copied, copies, strict=True):
+                copy[there].copy_(tensor.detach()[there], non_blocking=True)
+            is_on_host.record(self._stream)
+            # Polled, since a wait would hold the GIL on some devices, and block backward. On the stream's
+            # device: a thread begins on the first device, where a query would create a context, which takes
+            # memory of another rank.
+            while not is_on_host.query():
                 time.sleep(_POLL_S)
         run(*copies).wait()
         with self.streams.stream(self._stream):
-            for (tensor, _, gives), copy in zip(staged, copies, strict=True):
-                tensor.detach()[gives].copy_(copy[gives], non_blocking=True)
+            for (tensor, _, back), copy in zip(copied, copies, strict=True):
+                tensor.detach()[back].copy_(copy[back], non_blocking=True)
             done.record(self._stream)
 
     def _host_memory(self, place: int, tensor: Tensor) -> Tensor:
-        """Memory of the host for the ``place``-th tensor of a collective, pinned where a device copies from it."""
+        """Returns host memory for the ``place``-th tensor of a collective, pinned if a device copies from it."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if place == len(self._memory):
             self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -199,7 +200,7 @@ class _ViaHostHandle(Handle):
         self._future, self._then = future, then
 
     def wait(self) -> None:
-        # No check of the peers here: the host's collective makes it in the thread, and its error is raised here.
+        # Peers are checked in the thread, by the host's collective, and its error is raised here.
         self.ran_ns = self._future.result()
-        # By every stream that waits: a reader on another one must not see what has not arrived.
+        # For every stream that waits: a reader on another one must not see incomplete results.
         self._then()

@@ -1,4 +1,4 @@
-"""A thread that runs the host's collectives while its caller goes on."""
+"""A thread that runs the host's collectives while its caller continues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import CollectiveError
 
 
 class Worker:
-    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit.
+    """One thread that runs jobs in order. A daemon: a rank whose peers are gone must be able to exit.
 
-    What comes after something that failed fails at once, and is not begun: the ranks are not at the same place any
-    more, and one that waited for the others in a later collective would keep those waiting that need it in this one.
+    After a job has failed, later ones fail at once and are not begun: the ranks are not at the same place any more, and
+    a rank that waited in a later collective would block others that need it in the failed one.
     """
 
     CLOSE_TIMEOUT_S = 5.0
@@ -28,26 +28,26 @@ class Worker:
         self._thread.start()
 
     def submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
-        """Queues ``run``. The result is when it began and ended, by ``time.perf_counter_ns()``."""
+        """Queues ``run``. The result is its begin and end, by ``time.perf_counter_ns()``."""
         future: Future[tuple[int, int]] = Future()
         self._jobs.put((future, run))
         return future
 
     def stop(self) -> None:
-        """Lets the thread end after what is queued; may be called again."""
+        """Lets the thread end after the queued jobs; may be called again."""
         self._jobs.put(None)
 
     def close(self) -> bool:
-        """Ends the thread after what is queued, and says whether it has ended; after an error on another rank that may
-        never come, so not waited for long."""
+        """Ends the thread after the queued jobs, and returns whether it has ended. Waits only for a short time, since
+        after an error on another rank a job may never end."""
         self.stop()
         if threading.current_thread() is not self._thread:  # the last reference may go there
-            # Bounded: what it is in may wait for a rank that is gone, and gloo cannot be interrupted.
+            # Bounded: its job may wait for a rank that is gone, and gloo cannot be interrupted.
             self._thread.join(self.CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        # Words and a class, and no exception: its frames would keep tensors and groups alive.
+        # A text and a class, not the exception, whose frames would keep tensors and groups alive.
         failure, kind = "", RuntimeError
         while (job := self._jobs.get()) is not None:
             future, run = job
@@ -55,16 +55,16 @@ class Worker:
             try:
                 if failure:
                     raise kind(failure)
-                # Grad mode is each thread's own, and on in a new one: in-place arithmetic on what requires gradients
-                # would raise.
+                # Grad mode is per thread, and on in a new one: in-place arithmetic on tensors that
+                # require gradients would raise.
                 with torch.no_grad():
                     run()
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
                 if not failure:
-                    # Of the same kind: whoever waits for a later one first must be told of a failed collective too.
+                    # The same kind, so that a wait for a later job also reports a failed collective.
                     kind = CollectiveError if isinstance(error, CollectiveError) else RuntimeError
                     failure = f"one before it had failed: {error}"
                 future.set_exception(error)
             else:
                 future.set_result((begun_ns, time.perf_counter_ns()))
-            del future, run, job  # a thread that waits for work keeps no tensor alive
+            del future, run, job  # or the idle thread would keep tensors alive

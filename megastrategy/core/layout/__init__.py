@@ -1,4 +1,4 @@
-"""The address and the owner of every element of parameters, gradients and shards. Plans only: no tensors."""
+"""Plans the address and the owner of every element of parameters, gradients and shards. No tensors."""
 
 from .arrival_order import better_layout_order
 from .build import build_layout

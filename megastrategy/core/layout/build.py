@@ -1,13 +1,13 @@
-"""Makes the plan of :mod:`.layout`: the sizes of buckets, the place of each parameter, the dtypes on the wire.
+"""Builds the plan of :mod:`.layout`: the sizes of buckets, the place of each parameter, the dtypes on the wire.
 
 [Note: default bucket size]
 The bucket that is filled last cannot overlap with backward, so its share of the traffic is always exposed: an eighth.
-More buckets than that pay latency for little, and below 2**18 elements (1 MB in fp32) a collective costs more in
-latency than in bytes. From 320M elements on an eighth is more than Megatron-LM's bucket, which then holds. The first
-three buckets are smaller, since the link has nothing to do until the first is complete; each of the next is there by
-the time that the one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the
-next forward parameters are gathered the other way round, so that the last layers, and then backward, wait for a small
-gather.
+More buckets than that add latency and gain little, and below 2**18 elements (1 MB in fp32) a collective costs more in
+latency than in bytes. From 320M elements on, an eighth is more than Megatron-LM's bucket size, which is used then.
+The first three buckets are smaller, since the link is idle until the first one is complete; each of the next is
+complete by the time that the one before it has been sent. (torch DDP begins with one small bucket for the same
+reason.) Behind the next forward parameters are gathered in the reverse order, so that the last layers, and then
+backward, wait for a small gather.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8
 def wire_dtypes(
     config: DistributedDataParallelConfig, dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtypes that gradients, and changes of weights, are sent in: narrower ones only where that is rounding."""
+    """Returns the dtypes in which gradients and changes of weights are sent: narrower ones only where that rounds."""
     is_wide = grad_dtype.is_floating_point and grad_dtype.itemsize > 2
     sent = WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
     has_changes = config.param_wire_dtype is not None and dtype == torch.float32
@@ -49,18 +49,18 @@ def wire_dtypes(
 
 
 MIN_FIRST_BUCKET_NUMEL = 2**17
-"""A smaller bucket costs more in latency than it gains by being early."""
+"""A smaller bucket costs more in latency than it gains by being sent early."""
 
 
 def default_bucket_size(total_numel: int, dp_size: int) -> int:
-    """The bucket size, in elements, for ``bucket_size=None``; see [Note: default bucket size]."""
+    """Returns the bucket size, in elements, for ``bucket_size=None``; see [Note: default bucket size]."""
     megatron = max(40_000_000, 1_000_000 * dp_size)
     return min(max(total_numel // 8, 2**18), megatron)
 
 
 def minimum_numels(bucket_size: int) -> Iterator[int]:
-    """Yields the least size of each bucket in launch order: an eighth, a quarter, a half, and then all of
-    ``bucket_size``; see [Note: default bucket size]."""
+    """Yields the minimum size of each bucket in launch order: an eighth, a quarter, a half, and then ``bucket_size``;
+    see [Note: default bucket size]."""
     for divisor in (8, 4, 2):
         yield max(bucket_size // divisor, min(bucket_size, MIN_FIRST_BUCKET_NUMEL))
     yield from itertools.repeat(bucket_size)
@@ -75,16 +75,16 @@ def build_layout(
     """Places every parameter.
 
     Args:
-        specs: trainable parameters, tied ones once, in order of registration.
-        order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
-            registration.
+        specs: trainable parameters in order of registration; a tied one is listed once.
+        order: a permutation of the indices into ``specs``, beginning with the parameter whose gradient is complete
+            first; None for the reverse of registration.
 
     Raises:
-        ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
+        ValueError: if two specs have one name, or the options do not fit the number of ranks.
     """
     domain = Domain.of_all(dp_size, _num_shards(config, dp_size))
     num_shards = domain.num_shards
-    # Checkpoints and ranks' digests know parameters by name.
+    # Checkpoints and the digests that ranks compare identify parameters by name.
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
@@ -95,27 +95,27 @@ def build_layout(
     order = range(len(specs))[::-1] if order is None else order
     assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
     kind_of = [(spec.dtype, spec.grad_dtype, spec.domain or domain) for spec in specs]
-    kinds = list(dict.fromkeys(kind_of))  # no set: all ranks need one order
+    kinds = list(dict.fromkeys(kind_of))  # no set: ranks need one order
     numels = [0] * len(kinds)
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
         units = placement_units([s.chunk for s in specs], [i for i in order if kind_of[i] == kind])
-        # Each buffer begins with small buckets: its first gradients are early too.
+        # The gradients at the start of each buffer arrive early, too.
         minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
         for place, unit in enumerate(units):
             position = _place(specs, unit, round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
             current += unit
-            # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
+            # The parameter that reaches the size closes the bucket: none is split, and no bucket is empty.
             is_border = any(specs[index].needs_own_bucket for near in units[place : place + 2] for index in near)
             if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
                 position = round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
                 minimum, bucket_start, current = next(minimums), position, []
         numels[number] = position
-    # A bucket is complete when its last parameter is, so that decides the order between dtypes.
+    # A bucket is complete when its last parameter is, so that decides the launch order across dtypes.
     completed = {index: place for place, index in enumerate(order)}
     drafts.sort(key=lambda draft: max(completed[index] for index in draft[3]))
     buckets = tuple(Bucket(index, *draft, kinds[draft[0]][2]) for index, draft in enumerate(drafts))
@@ -124,16 +124,18 @@ def build_layout(
         ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
         for i, spec in enumerate(specs)
     )
-    pooled = config.grad_buffer == "pooled" and num_shards > 1  # else no shard is smaller than the gradients
+    pooled = config.grad_buffer == "pooled" and num_shards > 1  # otherwise shards are as large as the gradients
     sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
     buffers = []
     for (dtype, grad_dtype, owners), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT_DTYPES else grad_dtype
         sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
-        # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
-        apart = pooled or sum_dtype != sent
+        # Pooled gradients need separate sums even if the dtypes agree: no gradient buffer exists to store them in.
+        has_separate_sums = pooled or sum_dtype != sent
         in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
-        buffers.append(Buffer(dtype, grad_dtype, numel, owners, sum_dtype, apart, sent, weights_sent, in_bits))
+        buffers.append(
+            Buffer(dtype, grad_dtype, numel, owners, sum_dtype, has_separate_sums, sent, weights_sent, in_bits)
+        )
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
@@ -147,7 +149,7 @@ def build_layout(
 
 
 def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:
-    """Places a parameter, or those of a chunk, from ``position`` on; returns where that ends."""
+    """Places a parameter, or those of a chunk, from ``position`` on; returns their end."""
     numel = 0
     for index in unit:
         chunk = specs[index].chunk
@@ -157,7 +159,7 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
 
 
 def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:
-    """The size in elements, and whether it holds for all buckets alike: if the user gave it, or one takes them all."""
+    """Returns the size in elements, and whether all buckets have it: the user set it, or one contains all."""
     if config.bucket_size is not None:
         return config.bucket_size, True
     size = default_bucket_size(total_numel, dp_size)
@@ -165,12 +167,11 @@ def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_siz
 
 
 def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
-    """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
-    ranks."""
+    """Returns the number of shards of a bucket; raises ValueError if the options do not fit the number of ranks."""
     if dp_size < 1:
         raise ValueError(f"dp_size={dp_size}: expected at least one rank")
     instances = config.num_distributed_optimizer_instances
-    # An all-reduce: every rank owns all of every bucket.
+    # With an all-reduce every rank owns all of every bucket.
     if not config.use_distributed_optimizer:
         return 1
     if dp_size % instances != 0:
@@ -179,7 +180,7 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
-    # On one rank both are quietly of no effect, so that a script runs there unchanged.
+    # On one rank both have no effect and raise nothing, so that a script runs there unchanged.
     for name in SHARD_OPTIONS:
         value = getattr(config, name)
         if instances == dp_size > 1 and value not in (False, None, "contiguous"):

@@ -1,4 +1,4 @@
-"""Computes the bytes that a rank holds from the layout, for the README's table and the lines at the start of a fit."""
+"""Computes from the layout the bytes that a rank needs, for the README's table and the lines at the start of a fit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HOST = torch.device("cpu")
 class MemoryUse:
     """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
 
-    ``staging_bytes`` come on top while a backward is reduced, with pooled gradients; ``received_bytes`` where gradients
-    are summed in a wider dtype than they are sent in, and not by gloo. ``host_bytes`` of state are in the host's
-    memory, pinned where an accelerator computes, and are not counted among the others.
+    ``staging_bytes`` (with pooled gradients) and ``received_bytes`` (where gradients are summed in a wider dtype than
+    they are sent in, except by gloo) are needed in addition while a backward is reduced. ``host_bytes`` of state are in
+    host memory, pinned where an accelerator computes, and are not included in the others.
     """
 
     param_bytes: int
@@ -42,19 +42,20 @@ def memory_use(
     rank_of: Mapping[int, int] | None = None,
     device: torch.device = _HOST,
 ) -> MemoryUse:
-    """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
+    """Counts the bytes that the engine keeps for the trainable parameters, exactly, in tensors with
+    one number per element.
 
     Args:
-        dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
-        state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step
-            unless the plan says another; or by parameter. Factors, as Adafactor keeps, are not counted.
+        dp_rank: ranks differ by padding and rounding, since shards are cut at bucket borders.
+        state_tensors: the numbers that optimizers keep per element (Adam: 2), in the dtype that they step unless the
+            plan has a different one; an int, or by parameter. Factored state (Adafactor's) is not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
-        device: computes. State that is kept on the host for an accelerator is in pinned memory, whose allocations are
+        device: where training runs. Offloaded state of an accelerator is in pinned memory, whose allocations are
             rounded up; one per bucket and state tensor is counted, as if all parameters of a bucket were in one group.
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
-    # What weights change by, while it is sent.
+    # Changes of weights, while they are sent.
     param_bytes += sum(b.sent_weight_nbytes(b.numel) for b in layout.buffers if b.param_wire_dtype is not None)
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
@@ -62,7 +63,7 @@ def memory_use(
     for buffer in layout.buffers:
         if not layout.is_pooled:
             grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
-        # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
+        # Beside the gradients where 16-bit ones are summed in fp32; instead of them where they are pooled.
         if buffer.has_separate_sums:
             grad_bytes += buffer.shard_numel * buffer.sum_dtype.itemsize
     state_bytes = 0
@@ -72,11 +73,11 @@ def memory_use(
         numel = owned[1] - owned[0] if owned is not None else 0
         if owner is not None:
             numel = spec.numel if owner == dp_rank % layout.num_shards else 0
-        # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that while it is stepped.
+        # State has the dtype that is stepped: fp32 for 16-bit weights, and never less than fp32 during the step.
         main_itemsize = kept_itemsize = max(spec.dtype.itemsize, 4)
         if layout.state_dtype is not None and owner is None and main_itemsize == 4:
             kept_itemsize = layout.state_dtype.itemsize
-        # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
+        # Main params count as state, with which they are sharded: 12/d for bf16 are these 4 bytes and Adam's 8.
         main_param_numel = numel if layout.has_separate_main(index) else 0
         in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_low_bits
         state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
@@ -86,7 +87,7 @@ def memory_use(
             on_host[key] = on_host.get(key, 0) + kept_itemsize * numel
         else:
             state_bytes += kept_itemsize * num_kept * numel
-    # The 17th bit of each; padding has one, too.
+    # The 17th bit of each element. Padding has one, too.
     state_bytes += sum(b.shard_numel // 8 for b in layout.buffers if b.keeps_low_bits)
     host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
@@ -94,18 +95,19 @@ def memory_use(
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
-    """Counts what torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
-    gradients twice)."""
+    """Counts torch DDP's bytes for the same parameters with ``gradient_as_bucket_view=True`` (by
+    default, twice the gradients)."""
     nbytes = [spec.numel * spec.dtype.itemsize for spec in layout.params]
     state_bytes = sum(_num_kept(state_tensors, index) * each for index, each in enumerate(nbytes))
     return MemoryUse(sum(nbytes), sum(nbytes), state_bytes)
 
 
 def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
-    """Counts what a rank sends in a step of one microbatch for gradients and new weights, inside its instance.
+    """Counts the bytes that a rank sends in a step of one microbatch for gradients and new weights, inside its
+    instance.
 
     Args:
-        rounded: as it is sent, or as it would be without the wire's dtypes.
+        rounded: in the wire's dtypes, or in the dtypes of gradients and weights.
     """
     nbytes = 0
     for buffer in layout.buffers:
@@ -131,14 +133,13 @@ def describe_setup(
     owners: Owners | None = None,
     device: torch.device = _HOST,
 ) -> str:
-    """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
+    """Returns the lines printed at the start of a fit: the reduction, and the bytes of a rank beside torch DDP's.
 
     Args:
         overlap: whether buckets are sent while backward runs.
-        state_tensors: as for :func:`memory_use`; None if nobody knows.
-        has_receive_buffers: whether what is exchanged comes into memory of its own.
+        state_tensors, device: as for :func:`memory_use`; None if the optimizer's state is not known yet.
+        has_receive_buffers: whether received gradients have memory of their own.
         owners: of parameters that are stepped whole.
-        device: as for :func:`memory_use`.
     """
     numels = [bucket.numel for bucket in layout.buckets]
     rank_of = owners.rank_of if owners is not None else {}
@@ -155,26 +156,19 @@ def describe_setup(
             "them, optimizer sharded inside"
         )
     timing = "while backward runs" if overlap else "after backward"
-    dtypes = (
-        ", ".join(dict.fromkeys(str(buffer.grad_wire_dtype).removeprefix("torch.") for buffer in layout.buffers))
-        or "nothing"
-    )
-    fate = f"sent as {dtypes} {timing}" if layout.dp_size > 1 else f"of {dtypes}"
+    names = dict.fromkeys(str(buffer.grad_wire_dtype).removeprefix("torch.") for buffer in layout.buffers)
+    dtypes = ", ".join(names) or "nothing"
+    sending = f"sent as {dtypes} {timing}" if layout.dp_size > 1 else f"of {dtypes}"
     sizes = f"{min(numels):,} to {max(numels):,} elements each" if numels else "no trainable parameter"
     lines = [
         f"megatron_ddp on {layout.dp_size} rank(s): {reduction}",
-        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, {fate}",
+        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, {sending}",
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
-    rows = [
-        ("megatron_ddp", use),
-        ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
-    ]
-    # Nobody knows before its first step what a whole optimizer keeps, and a guess would read as a promise.
-    for name, row in rows:
-        state, total = (
-            (_mib(row.state_bytes), _mib(row.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
-        )
+    for name, row in (("megatron_ddp", use), ("ddp", memory_use_of_ddp(layout, state_tensors or 0))):
+        # A whole optimizer's state is unknown before its first step, and a guess would be read as a promise.
+        known = state_tensors is not None
+        state, total = (_mib(row.state_bytes), _mib(row.total_bytes)) if known else ("unknown", "unknown")
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
@@ -200,7 +194,7 @@ def describe_setup(
 def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     lines = []
     if any(buffer.keeps_low_bits for buffer in layout.buffers):
-        lines.append("  of bfloat16 weights' main params is kept what the weights lack, 17 bits an element")
+        lines.append("  main params of bfloat16 weights are stored as the bits that the weights lack, 17 an element")
     if layout.state_dtype is not None:
         lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
     if layout.offloads_state:

@@ -1,18 +1,20 @@
-"""Chooses the rank that steps a parameter whole, where an optimizer needs it whole. No tensors.
+"""Chooses the rank that steps a parameter whole, for optimizers that need whole parameters. No tensors.
 
-An optimizer that looks at rows, norms or matrices (Muon, Shampoo, Adafactor, LAMB) cannot step a flat shard. Its
-parameters stay in the flat buckets, whose gradients are reduced as all others are, and each gets an *owner*: before the
-step the ranks that hold parts of its reduced gradient send them there, and after the step the owner's weights are what
-the gather brings to all. Owners are a pure function of the layout and of who came before; all ranks compute them alone.
+An optimizer that computes with rows, norms or matrices (Muon, Shampoo, Adafactor, LAMB) cannot step a flat shard. Its
+parameters stay in the flat buckets, whose gradients are reduced as all others are, and each gets an *owner*. Before
+the step the ranks send their parts of its reduced gradient to the owner, and after the step the gather sends the
+owner's weights to all ranks. Owners are a pure function of the layout and of the owners chosen before, so every rank
+computes them by itself.
 
-[Note: balance]
-An owner keeps the state of its parameters and spends the time of their steps; and buckets are gathered one after the
-other, each in the time that its fullest rank takes to send. So parameters are given away bucket by bucket, in each the
-largest first, to the rank that has the least by then; of several, to the one that holds most of it already, which need
-not be sent. No rank then has more than the mean and the largest parameter.
+[Note: how owners are chosen]
+An owner stores the state of its parameters and spends the time of their steps. Buckets are gathered one after
+the other, and each gather takes as long as the rank that sends most. So parameters are assigned bucket by
+bucket, the largest of each bucket first, to the rank that has the fewest elements by then; among several, to the
+one that already has most of the parameter's gradient, which need not be sent. No rank then has more than the
+mean plus the largest parameter.
 
-A parameter that is larger than a rank's part of everything (an embedding) is the limit, whoever owns it. It comes
-first, so that its owner gets nothing else: in its turn, of the last bucket, all ranks would have their parts already.
+A parameter that is larger than a rank's mean share (an embedding) is the limit, whichever rank owns it. It is assigned
+first, so that its owner gets nothing else: in its turn, in the last bucket, all ranks would have their shares already.
 """
 
 from __future__ import annotations
@@ -38,12 +40,8 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """The owners of those parameters of a layout that have one.
-
-    Args:
-        layout: where parameters lie, and which rank holds which part of their reduced gradients.
-        rank_of: by parameter, its owner among the ``num_shards`` ranks of an instance.
-    """
+    """The owners of the layout's whole parameters; ``rank_of``: by parameter, its owner among the
+    ranks of an instance."""
 
     layout: BufferLayout
     rank_of: Mapping[int, int]
@@ -53,7 +51,7 @@ class Owners:
         assert all(0 <= param < len(self.layout.params) for param in self.rank_of), "it owns a parameter"
 
     def extended_by(self, params: Collection[int]) -> Owners:
-        """The same owners, and some for ``params``; see [Note: balance]."""
+        """Returns the same owners, with owners for ``params``; see [Note: how owners are chosen]."""
         layout, rank_of, loads = self.layout, dict(self.rank_of), self.owned_numels()
         numel = {param: layout.params[param].numel for param in params}
         mean = (sum(loads) + sum(numel.values())) / len(loads)
@@ -70,21 +68,22 @@ class Owners:
         return Owners(layout, rank_of)
 
     def owned_numels(self) -> list[int]:
-        """The elements that each rank owns."""
+        """Returns the number of elements that each rank owns."""
         loads = [0] * self.layout.num_shards
         for param, rank in self.rank_of.items():
             loads[rank] += self.layout.params[param].numel
         return loads
 
     def holders(self, param: int) -> Iterator[tuple[int, Part]]:
-        """The ranks that hold a part of its reduced gradient, in the order of addresses, and the part of each."""
+        """Yields the ranks that have a part of the parameter's reduced gradient, by address, with that part."""
         return ((rank, Part(param, start, end)) for rank, start, end in self.layout.holders(param))
 
     def stepped_spans(self, bucket: Bucket, params: Collection[int]) -> Spans:
-        """By rank, the parts of the bucket, from its start, whose weights it steps of ``params``: those that it owns,
-        and its shard of the others. Neighbours are one part, with the few elements for alignment between them."""
+        """Returns, by rank, the parts of the bucket (offsets from its start) whose weights it steps, of
+        ``params``: the parameters that it owns, and its shard of the others. Adjacent ones are one part, with
+        the padding between them."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.num_shards)]
-        last = -1  # who has the part that was appended last; nobody if a parameter lies between
+        last = -1  # the rank of the part that was appended last; -1 if a parameter is between
         for param in bucket.params:
             if param not in params:
                 last = -1
@@ -101,11 +100,12 @@ class Owners:
         return spans
 
     def is_held_by_owner(self, param: int) -> bool:
-        """Whether all of its reduced gradient lies at its owner, so that nobody sends any."""
+        """Whether the owner already has all of the parameter's reduced gradient, so that no rank sends any."""
         return all(rank == self.rank_of[param] for rank, _ in self.holders(param))
 
     def parts_to_send(self, params: Sequence[int], rank: int) -> list[list[Part]]:
-        """By owner, the parts of gradients of ``params`` that ``rank`` holds and others own, in the order given."""
+        """Returns, by owner, the parts of gradients of ``params`` that ``rank`` has and other ranks own,
+        in the given order."""
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in params:
             owner = self.rank_of[param]
@@ -113,7 +113,8 @@ class Owners:
         return parts
 
     def parts_to_receive(self, params: Sequence[int], rank: int) -> list[list[Part]]:
-        """By holder, the parts of gradients of ``params`` that ``rank`` owns and others hold, in the order given."""
+        """Returns, by holder, the parts of gradients of ``params`` that ``rank`` owns and other ranks have,
+        in the given order."""
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in (param for param in params if self.rank_of[param] == rank):
             for holder, part in self.holders(param):

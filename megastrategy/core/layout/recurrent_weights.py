@@ -1,15 +1,15 @@
-"""Weights that a kernel wants at fixed offsets of one storage: those of recurrent layers.
+"""Weights of recurrent layers, which cuDNN needs at fixed offsets of one storage.
 
 [Note: weights in one chunk]
-cuDNN takes all weights of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` as one stretch of memory, in an order of its own. On
-CUDA torch lays them out so (``flatten_parameters``), and asks in each forward whether they still are: the storage of
-the first weight has to begin with it and to hold as many elements as cuDNN wants, and each weight has to be at its
-offset from there (``try_get_weight_buf`` in torch's aten/src/ATen/native/cudnn/RNN.cpp). Otherwise torch copies all of
-them in every forward, keeps the copy until the backward, and warns.
+cuDNN expects all weights of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` in one contiguous chunk of memory, in an order of
+its own. On CUDA torch lays them out in this way (``flatten_parameters``), and checks in each forward whether they still
+are: the storage of the first weight has to begin with it and to have as many elements as cuDNN needs, and each weight
+has to be at its offset from there (``try_get_weight_buf`` in torch's aten/src/ATen/native/cudnn/RNN.cpp). Otherwise
+torch copies all of them in every forward, keeps the copy until the backward, and warns.
 
-So weights that were in one storage stay in one: the layout gives the whole of it a place in one bucket, in which each
-weight is at the offset that it had, and they share a storage that spans just that. Which offsets cuDNN wants, and what
-it leaves between them, need not be known here.
+So weights that shared one storage stay in one: the layout places the whole chunk in one bucket, in which each weight is
+at the offset that it had, and they share a storage of exactly the chunk's size. The offsets that cuDNN wants, and the
+gaps between them, need not be known here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from torch.nn import Parameter
 from ..config import DistributedDataParallelConfig
 
 MAX_CHUNK_RATIO = 2
-"""A chunk has at most so many times the elements of its weights. cuDNN's has room for biases that a layer without them
-does not have, which is less. A storage that has far more is somebody's file, or all of a model's weights."""
+"""The maximum ratio of a chunk's elements to those of its weights. cuDNN's chunk has space for biases
+that a layer without them lacks, which is less. A storage with far more elements is that of a file, or of
+all of a model's weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlace:
-    """A parameter lies in a chunk from element ``start`` on. The chunk has ``numel`` elements, and is called ``name``
-    after its module; see [Note: weights in one chunk]."""
+    """The place of a parameter in a chunk: from element ``start`` on, of ``numel`` elements. ``name`` is the module's
+    name; see [Note: weights in one chunk]."""
 
     name: str
     start: int
@@ -40,11 +41,11 @@ class ChunkPlace:
 def find_weight_chunks(
     module: nn.Module, params: Iterable[Parameter], config: DistributedDataParallelConfig
 ) -> dict[int, ChunkPlace]:
-    """Finds weights of recurrent layers that lie in one chunk, by ``id`` of the parameter.
+    """Finds weights of recurrent layers that share one chunk of memory, by ``id`` of the parameter.
 
-    Only whole layers are found, all of whose weights are in ``params``: one that stays behind, frozen or in another
-    dtype, would leave a hole that nobody fills. None where weights stay where they are, nor where they are sent in
-    blocks, of which each has numbers of one parameter (wire's [Note: blocks]).
+    Finds a layer only if all of its weights are in ``params``: a frozen one, or one of a different dtype, would leave a
+    gap in the chunk that no rank fills. Finds none where weights stay in the module's memory, or are sent in int8
+    blocks, which contain numbers of one parameter each (wire's [Note: int8 blocks]).
     """
     if not config.use_distributed_optimizer or "int8" in (config.grad_wire_dtype, config.param_wire_dtype):
         return {}
@@ -61,7 +62,7 @@ def find_weight_chunks(
 
 def _are_one_chunk(weights: Sequence[Parameter]) -> bool:
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
-    # A weight tied to another layer's lies in that one's chunk, and neither layer is one that cuDNN takes as it is.
+    # A weight that is tied to another layer's is in that layer's chunk, and cuDNN accepts neither layer as it is.
     if len(storages) > 1 or len({weight.dtype for weight in weights}) > 1:
         return False
     numel = weights[0].untyped_storage().nbytes() // weights[0].element_size()
@@ -73,13 +74,8 @@ def _are_one_chunk(weights: Sequence[Parameter]) -> bool:
 
 
 def placement_units(chunks: Sequence[ChunkPlace | None], order: Iterable[int]) -> list[list[int]]:
-    """Parameters that are placed together, by address: those of a chunk, in ``order`` where the first of them is, and
-    every other one alone.
-
-    Args:
-        chunks: by parameter.
-        order: parameters.
-    """
+    """Returns groups of parameters that are placed together, each by address: those of a chunk, where ``order`` has the
+    first of them, and every other parameter by itself."""
     units: dict[int | str, list[tuple[int, int]]] = {}
     for index in order:
         chunk = chunks[index]

@@ -1,4 +1,4 @@
-"""Strides of tensors without holes. No tensors."""
+"""Strides of tensors without gaps. No tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """``stride`` if it walks ``prod(shape)`` adjacent elements once each, else the contiguous strides of ``shape``."""
+    """Returns ``stride`` if it covers ``prod(shape)`` adjacent elements once each, otherwise contiguous strides."""
     expected = 1
-    # Dimensions of size one have any stride, and cannot make holes.
+    # Dimensions of size one have any stride, and leave no gaps.
     for size, step in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
         if step != expected:
             return contiguous_stride(shape)
@@ -17,7 +17,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``, in elements."""
+    """Returns the row-major strides of ``shape``, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

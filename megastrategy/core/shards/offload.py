@@ -86,7 +86,7 @@ class Offload:
         """
         if self._to_host is not None:
             self._to_host.wait_stream(self._to_device)
-            # Watched: see the interface's [Note: what the host waits for].
+            # Watched: see the interface's [Note: why ranks agree over their hosts].
             with self._streams.stream(self._to_host):
                 collectives.wait_for_device(self._device, "a collective before the optimizer's step")
             self._to_host.synchronize()

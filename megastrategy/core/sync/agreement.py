@@ -66,8 +66,9 @@ class Agreement:
     def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
         """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
 
-        On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for]. Tensor ranks
-        refuse together, and move together; what was used and what is late is of parts that each of them has alone.
+        On one rank these are all the facts, and nothing is sent. See interface's [Note: why ranks agree over their
+        hosts]. Tensor ranks refuse together, and move together; what was used and what is late is of parts that each
+        of them has alone.
         """
         agreed = self
         if collectives.size > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..buffers import GradBuffers
+from ..buffers import GradBuffers, pop_late_grad
 from ..config import DistributedDataParallelConfig
 from ..errors import UnusedParameterError
 from ..layout import Bucket
@@ -117,7 +117,7 @@ class LateGrads:
     def detach(self, bucket: Bucket, buffers: GradBuffers) -> None:
         """Takes the bucket's late gradients out of ``.grad``, where its reduced ones are published next."""
         for index in self.params.intersection(bucket.params):
-            self._grads[index] = buffers.pop_late_grad(index)
+            self._grads[index] = pop_late_grad(buffers.params[index])
 
     def pop(self, bucket: Bucket) -> dict[int, Tensor]:
         """Removes the bucket's late gradients, and returns them by parameter."""

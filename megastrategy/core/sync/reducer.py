@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..buffers import FiniteCheck, GradBuffers, inside_backward, inside_node
+from ..buffers import FiniteCheck, GradBuffers, has_unreduced, inside_backward, inside_node, late_grad
 from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
 from ..errors import (
@@ -435,7 +435,7 @@ class Reducer:
 
     def is_local(self, index: int) -> bool:
         """Whether a backward that no forward prepared has left a gradient of the parameter on this rank."""
-        return index in self._unprepared and self.buffers.holds_unreduced(index)
+        return index in self._unprepared and has_unreduced(self.buffers.params[index])
 
     def _take_in_unprepared(self) -> None:
         local = [index for index in self._unprepared if self.is_local(index)]
@@ -487,7 +487,7 @@ class Reducer:
         late_buckets = {self._bucket_of[index] for index in self._late.params}
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view
-            late = {index: part_of(self.buffers.late_grad(index)) for index in self._late.params}
+            late = {index: part_of(late_grad(self.buffers.params[index])) for index in self._late.params}
             self._nonfinite.check_grads(late, self.layout)
         agreement = Agreement(
             used=list(has_grad),

@@ -1,4 +1,5 @@
-"""First gradients are copied into their bucket, not added to zeros: contiguous_buffers' [Note: what is not zeroed]."""
+"""First gradients are copied into their bucket, not added to zeros; see contiguous_buffers' [Note: first gradients are
+copied, not added to zeros]."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_only_small_gradients_gaps_and_sums_are_zeroed(mode: str) -> None:
         with Zeroed() as zeroed:
             buffers.open()
         copied = module.first.weight.numel() + module.second.weight.numel()
-        sums = sum(shard.numel() for shard in buffers._sums if shard is not None)
+        sums = sum(state.sums.numel() for state in buffers._buckets if state.sums is not None)
         assert zeroed.numel == sum(flat.numel() for flat in buffers.flats) - copied + sums
         model.close()
 

@@ -169,7 +169,7 @@ def test_bytes_are_those_of_the_formula() -> None:
         numel = sum(buffer.numel for buffer in setup.model.layout.buffers)
         assert memory_use(setup.model.layout, rank, 2).grad_bytes == 2 * numel + 4 * numel // 2
         held = [setup.model.engine.grad_buffers.bucket(b.index) for b in setup.model.layout.buckets]
-        sums = [setup.model.engine.grad_buffers._sums[b.index] for b in setup.model.layout.buckets]
+        sums = [state.sums for state in setup.model.engine.grad_buffers._buckets]
         assert sum(tensor.nbytes for tensor in held + sums) == 2 * numel + 4 * numel // 2
         setup.model.close()
 
@@ -180,7 +180,9 @@ def test_fp32_parameters_and_one_rank_need_no_sums_of_their_own() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = line(rank).float() if group.size() > 1 else line(rank)
         setup = Setup(group, module, **SUMS_IN_FP32)
-        assert all(setup.model.engine.grad_buffers._sums[bucket.index] is None for bucket in setup.model.layout.buckets)
+        assert all(
+            setup.model.engine.grad_buffers._buckets[bucket.index].sums is None for bucket in setup.model.layout.buckets
+        )
         setup.model.close()
 
     run_ranks(1, run)
