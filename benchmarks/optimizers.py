@@ -339,52 +339,63 @@ def page(rows: list[str], command: str) -> str:
     others = " ".join(library.requirement for library in LIBRARIES[1:])
     head = f"""# Optimizers
 
-An optimizer is sharded in one of two ways, and each parameter group by itself: one optimizer may have both, and a model
-may have several optimizers.
+An optimizer is sharded in one of two ways. The way is chosen for each parameter group, so one optimizer may use both. A
+model may have several optimizers.
 
-| how | what a rank steps | memory and time of the step |
+| how | a rank steps | memory and time of the step |
 |---|---|---|
-| flat | its part of every parameter, cut anywhere, as one dimension | divided evenly |
-| whole | all of some parameters, which it owns, in their own shape | divided evenly to within the largest parameter |
-| mixed | flat parts in some groups and whole parameters in others | as of its groups |
+| flat | its shard of every parameter, cut at any element, as one dimension | divided evenly |
+| whole | the parameters that it owns, unsharded and in their own shape | even, except for the largest parameter |
+| mixed | flat shards in some groups and whole parameters in others | depends on the group |
 | refused | nothing: building the `DistributedOptimizer` raises an error with the reason | |
 
-[Trial steps](../megastrategy/core/trials/probe.py) decide which it is, never a name: what is not in the table is
-treated alike. A group whose update is element-wise is stepped flat. Where the update of a parameter depends on its
-shape, rows, norms or blocks, but on no other parameter (Muon, Shampoo, Adafactor, LAMB, states quantised in blocks),
-the group is stepped whole. Four kinds are refused: an update that depends on several parameters at once (a norm over
-all of them, D-Adaptation, Prodigy, DoG), one that draws random numbers, of which each parameter gets others if fewer
-drew before it, one that wants a closure or second derivatives, and one that moves so little in trials that they tell
-nothing. `use_distributed_optimizer=False` is the way out: every rank then steps all parameters whole, as under torch
-DDP.
+[Trial steps](../megastrategy/core/trials/probe.py) choose the way. Names play no part, so an optimizer that is not in
+the table below is treated in the same way.
 
-So is one that knows its parameters as objects: by `id()`, as keys of a dictionary, by an attribute that somebody gave
-them, or by their class. Other tensors are stepped in their place. bitsandbytes' exceptions from 8 bits
-(`GlobalOptimManager`, `StableEmbedding`, and every embedding under transformers' `optim="adamw_bnb_8bit"`) are such.
+- **Flat**: the update is element-wise.
+- **Whole**: the update of a parameter depends on its shape, rows, norms or blocks, but on no other parameter. Examples
+  are Muon, Shampoo, Adafactor, LAMB, and states that are quantised in blocks.
+- **Refused**: every rank has to step all parameters, as under torch DDP: pass `use_distributed_optimizer=False`.
 
-Trials take 6 to 12 steps, one with gradients of norms beyond 10,000, and one of a square, a tall and a wide matrix, on
-tensors of up to 20,480 elements. They do not see what an optimizer does for the first time later (a norm from its
-hundredth step on), only for larger tensors, or only in a group of some number. Where an answer hangs on the last bit of
-a sum (SplusDASH), it may differ between runs, and between ranks of unlike processors: those end in an error, within the
-timeout of the process group. An update that its optimizer compiles is tried as it is written.
+An optimizer is refused for one of these reasons:
 
-Owners are the ranks that have the least by then, bucket by bucket; a parameter that is larger than a rank's part of
-everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: in a
-group of AdamW it would be divided. An owner gets the reduced gradients of what it owns before the step, and sends its
-weights after it with the gather that all ranks have anyway: [how](design/whole_parameters.md). With several optimizers
-on one model, step the one of most parameters last: the others wait for what it has sent.
+- The update depends on several parameters at once: a norm over all of them, D-Adaptation, Prodigy, DoG.
+- It draws random numbers. With fewer parameters on a rank, each parameter would get different numbers.
+- It needs a closure or second derivatives.
+- It changes so little in the trial steps that they show nothing.
+- It identifies parameters as objects: by `id()`, as keys of a dictionary, by an attribute, or by their class. The
+  sharded step uses other tensors. bitsandbytes' exceptions from 8 bits do this (`GlobalOptimManager`,
+  `StableEmbedding`, and every embedding under transformers' `optim="adamw_bnb_8bit"`).
 
-Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, built anew,
-resumed and trained on. Weights before and after, on both ranks, and what was saved are compared.
+## What trial steps can see
 
-| result | |
+A trial has 6 to 12 steps, one of them with gradient norms above 10,000, on tensors of up to 20,480 elements. One trial
+uses a square, a tall and a wide matrix. Trials do not see behaviour that begins later (a norm from the hundredth step
+on), that needs larger tensors, or that belongs to a group of a certain number. If an answer depends on the last bit of a
+sum (SplusDASH), it may differ between runs, and between ranks with different processors. Those ranks raise an error
+within the timeout of the process group. An update that its optimizer compiles is tried uncompiled.
+
+## Which rank owns a parameter
+
+Bucket by bucket, each parameter goes to the rank that owns the least so far. A parameter larger than a rank's even share
+of the model (an embedding) is placed first, and its owner gets nothing else. The lines at the start of a fit name it: a
+group of AdamW would divide it. Before the step an owner receives the reduced gradients of its parameters. After the step
+it sends the weights in the all-gather that all ranks run anyway ([design](design/whole_parameters.md)). If a model has
+several optimizers, step the one with the most parameters last: the others wait for its weights.
+
+## Tried optimizers
+
+Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, rebuilt,
+resumed and trained further. The comparison covers the weights before and after on both ranks, and the saved state.
+
+| result | meaning |
 |---|---|
 | equal to the bit | no bit differs |
-| within 1e-6 | differs by less than a millionth of a tensor's largest element |
-| of those refused | the reason that the error gives |
+| within 1e-6 | the difference is below a millionth of a tensor's largest element |
+| any other text | the reason of the error, for refused optimizers |
 
-The model has a convolution, matrices, a norm, biases and a scalar. A `Muon` of torch has its matrices, another
-library's the others too, as a group of its own with `use_muon=False` or, for Dion's, `algorithm="adamw"`.
+The model has a convolution, matrices, a norm, biases and a scalar. torch's `Muon` gets the matrices only. The `Muon` of
+another library also gets the rest, in a group with `use_muon=False` or, for Dion's, `algorithm="adamw"`.
 
 Of {len(rows)}: {counted}; {compared}.
 Written on {datetime.date.today()}, on a CPU, with torch {release(torch.__version__)}, by
