@@ -37,6 +37,7 @@ from megastrategy.core.errors import OptimizerNotShardableError
 NUM_RANKS = 2
 _NUM_STEPS = 6
 """Steps before a checkpoint, and after it."""
+PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 TIMEOUT = datetime.timedelta(seconds=60)
 CLOSE = 1e-6
 
@@ -329,7 +330,7 @@ def rows_of(library: Library) -> Iterator[str]:
 
 
 def page(rows: list[str], command: str) -> str:
-    """The document."""
+    """The page with these rows: the words above its table stay as they are."""
     cells = [row.replace(r"\|", "").split(" | ") for row in rows]
     hows = collections.Counter(cell[2] for cell in cells)
     results = collections.Counter(cell[3].removesuffix(" |") for cell in cells if cell[2] != "refused")
@@ -337,66 +338,8 @@ def page(rows: list[str], command: str) -> str:
         ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) for counts in (hows, results)
     )
     others = " ".join(library.requirement for library in LIBRARIES[1:])
-    head = f"""# Optimizers
-
-An optimizer is sharded in one of two ways. The way is chosen for each parameter group, so one optimizer may use both. A
-model may have several optimizers.
-
-| how | a rank steps | memory and time of the step |
-|---|---|---|
-| flat | its shard of every parameter, cut at any element, as one dimension | divided evenly |
-| whole | the parameters that it owns, unsharded and in their own shape | even, except for the largest parameter |
-| mixed | flat shards in some groups and whole parameters in others | depends on the group |
-| refused | nothing: building the `DistributedOptimizer` raises an error with the reason | |
-
-[Trial steps](../megastrategy/core/trials/probe.py) choose the way. Names play no part, so an optimizer that is not in
-the table below is treated in the same way.
-
-- **Flat**: the update is element-wise.
-- **Whole**: the update of a parameter depends on its shape, rows, norms or blocks, but on no other parameter. Examples
-  are Muon, Shampoo, Adafactor, LAMB, and states that are quantised in blocks.
-- **Refused**: every rank has to step all parameters, as under torch DDP: pass `use_distributed_optimizer=False`.
-
-An optimizer is refused for one of these reasons:
-
-- The update depends on several parameters at once: a norm over all of them, D-Adaptation, Prodigy, DoG.
-- It draws random numbers. With fewer parameters on a rank, each parameter would get different numbers.
-- It needs a closure or second derivatives.
-- It changes so little in the trial steps that they show nothing.
-- It identifies parameters as objects: by `id()`, as keys of a dictionary, by an attribute, or by their class. The
-  sharded step uses other tensors. bitsandbytes' exceptions from 8 bits do this (`GlobalOptimManager`,
-  `StableEmbedding`, and every embedding under transformers' `optim="adamw_bnb_8bit"`).
-
-## What trial steps can see
-
-A trial has 6 to 12 steps, one of them with gradient norms above 10,000, on tensors of up to 20,480 elements. One trial
-uses a square, a tall and a wide matrix. Trials do not see behaviour that begins later (a norm from the hundredth step
-on), that needs larger tensors, or that belongs to a group of a certain number. If an answer depends on the last bit of a
-sum (SplusDASH), it may differ between runs, and between ranks with different processors. Those ranks raise an error
-within the timeout of the process group. An update that its optimizer compiles is tried uncompiled.
-
-## Which rank owns a parameter
-
-Bucket by bucket, each parameter goes to the rank that owns the least so far. A parameter larger than a rank's even share
-of the model (an embedding) is placed first, and its owner gets nothing else. The lines at the start of a fit name it: a
-group of AdamW would divide it. Before the step an owner receives the reduced gradients of its parameters. After the step
-it sends the weights in the all-gather that all ranks run anyway ([design](design/whole_parameters.md)). If a model has
-several optimizers, step the one with the most parameters last: the others wait for its weights.
-
-## Tried optimizers
-
-Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, rebuilt,
-resumed and trained further. The comparison covers the weights before and after on both ranks, and the saved state.
-
-| result | meaning |
-|---|---|
-| equal to the bit | no bit differs |
-| within 1e-6 | the difference is below a millionth of a tensor's largest element |
-| any other text | the reason of the error, for refused optimizers |
-
-The model has a convolution, matrices, a norm, biases and a scalar. torch's `Muon` gets the matrices only. The `Muon` of
-another library also gets the rest, in a group with `use_muon=False` or, for Dion's, `algorithm="adamw"`.
-
+    words, _, _ = PAGE.read_text(encoding="utf-8").partition("\nOf ")
+    head = f"""{words}
 Of {len(rows)}: {counted}; {compared}.
 Written on {datetime.date.today()}, on a CPU, with torch {release(torch.__version__)}, by
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from .. import __version__
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
+from .command_line import Command, Group
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
 from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, write_config
@@ -34,9 +35,7 @@ P = ParamSpec("P")
 _PATH = click.Path(path_type=Path)
 _existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _existing_directory = click.Path(exists=True, file_okay=False, path_type=Path)
-_trust = click.option(
-    "--trust", is_flag=True, help="Load objects of any class, which runs code that the file may hold."
-)
+_trust = click.option("--trust", is_flag=True, help="Load objects of any class, which can run code from the file.")
 _force = click.option("--force", is_flag=True, help="Replace a file or checkpoint that is already there.")
 
 
@@ -45,7 +44,7 @@ class _UnlaunchableError(click.ClickException):
 
 
 def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
-    """Tells expected failures in one line, with exit code 1; with 2 for a configuration that cannot be."""
+    """Reports expected failures in one line, with exit status 1, or 2 for a configuration that is wrong."""
 
     @functools.wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
@@ -67,18 +66,22 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Group,
+    example="megastrategy plan --ranks 8,64 train.py",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="megastrategy")
 def root() -> None:
     """Tools for trainings with megastrategy."""
 
 
-@root.group()
+@root.group(cls=Group, example="megastrategy checkpoint inspect last.ckpt")
 def checkpoint() -> None:
-    """Look into checkpoints, and make one kind of the other."""
+    """Inspect checkpoints, and convert between files and directories."""
 
 
-@checkpoint.command("inspect")
+@checkpoint.command("inspect", cls=Command, example="megastrategy checkpoint inspect last.ckpt")
 @click.argument("path", type=_PATH)
 @click.option(
     "--depth", type=click.IntRange(min=1), default=1, show_default=True, help="Names are cut after so many dots."
@@ -87,13 +90,13 @@ def checkpoint() -> None:
 @_trust
 @_expected_failures
 def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
-    """Show what is in the file or directory PATH, and which strategies load it. Reads no tensor's data."""
+    """Show the contents of the file or directory PATH, and which strategies load it. Reads no tensor's data."""
     console = _console()
     for renderable in render(inspect_checkpoint(path, trust), None if everything else depth):
         console.print(renderable)
 
 
-@checkpoint.command("consolidate")
+@checkpoint.command("consolidate", cls=Command, example="megastrategy checkpoint consolidate step=7.ckpt one.ckpt")
 @click.argument("directory", type=_existing_directory)
 @click.argument("out", type=_PATH, required=False)
 @_force
@@ -102,8 +105,7 @@ def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> No
 def consolidate_command(directory: Path, out: Path | None, force: bool, trust: bool) -> None:
     """Make one file of a sharded DIRECTORY, as strategy="ddp" would have written it.
 
-    OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. While it works, the disk holds the checkpoint once
-    more.
+    OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. The disk needs space for one more copy meanwhile.
     """
     file = default_file(directory) if out is None else out
     with _progress() as progress:
@@ -111,7 +113,11 @@ def consolidate_command(directory: Path, out: Path | None, force: bool, trust: b
     click.echo(file)
 
 
-@checkpoint.command("convert")
+@checkpoint.command(
+    "convert",
+    cls=Command,
+    example="megastrategy checkpoint convert last.ckpt sharded.ckpt --module my_project.models:LitModel",
+)
 @click.argument("file", type=_existing_file)
 @click.argument("directory", type=_PATH)
 @click.option("--module", "spec", metavar="PACKAGE.MODULE:NAME", help="Called for the module and its optimizers.")
@@ -122,11 +128,11 @@ def consolidate_command(directory: Path, out: Path | None, force: bool, trust: b
 def convert_command(
     file: Path, directory: Path, spec: str | None, names: Path | None, force: bool, trust: bool
 ) -> None:
-    """Make a sharded DIRECTORY of one FILE, of which every rank reads its part.
+    """Make a sharded DIRECTORY from one FILE, so that every rank reads its part.
 
     \b
     A file has optimizer state by number, a directory by parameter name. The names are taken from
-      --module  a LightningModule, or what returns (module, optimizer) or (module, optimizers)
+      --module  a LightningModule, or a function that returns (module, optimizer) or (module, optimizers)
       --names   {"optimizer_0": [["first.weight", ...], ...]}, by optimizer and group
     or from the file, if the optimizer was made from named_parameters(). They are never guessed.
     """
@@ -146,6 +152,8 @@ def convert_command(
 
 @root.command(
     "launch",
+    cls=Command,
+    example="megastrategy launch --config_file megatron_ddp.yaml train.py --epochs 3",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[accelerate's options]",
 )
@@ -163,7 +171,7 @@ def launch_command(arguments: tuple[str, ...]) -> None:
     launch(arguments)
 
 
-@root.command("config")
+@root.command("config", cls=Command, example="megastrategy config --config_file megatron_ddp.yaml")
 @click.option("--config_file", "file", type=_PATH, default=Path("megatron_ddp.yaml"), show_default=True)
 @_force
 @_expected_failures
@@ -183,12 +191,14 @@ def config_command(file: Path, force: bool) -> None:
 
 @root.command(
     "profile",
-    # what comes after the script is the script's
+    cls=Command,
+    example="megastrategy profile --nproc-per-node 2 --steps 10 train.py --epochs 1",
+    # arguments after the script are the script's
     context_settings={"allow_interspersed_args": False, "show_default": True},
 )
 @click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps to record.")
 @click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
-@click.option("--out", type=_PATH, default=Path("profile"), help="Folder for what is recorded and drawn.")
+@click.option("--out", type=_PATH, default=Path("profile"), help="Folder for records and pictures.")
 @click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
 @click.option("--compare", "earlier", type=_existing_file, help=f"The {FILE} of an earlier profile, to compare with.")
 @click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
@@ -205,12 +215,12 @@ def profile_command(
     steps: int,
     earlier: Path | None,
 ) -> None:
-    """Run SCRIPT as torchrun does, and show what its communication costs and what hides it.
+    """Run SCRIPT as torchrun does, and show the time of its communication and how much computation hides.
 
     Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp" on as many
     devices as there are processes, or -m megastrategy.launch SCRIPT for Accelerate. It runs to its end; Ctrl-C ends it
-    sooner, and loses nothing once the steps are recorded. The last line says what the script waits for: its input, its
-    own work, the link, or a rank that is late. The folder then has timeline.png, trace.json for Perfetto, summary.json,
+    sooner, and loses nothing once the steps are recorded. The last line names the bottleneck: its input, its own work,
+    the link, or a rank that is late. The folder then has timeline.png, trace.json for Perfetto, summary.json,
     and the events of each rank.
     """
     _check_script(script, is_module)
@@ -235,7 +245,9 @@ def profile_command(
 
 @root.command(
     "tune",
-    # what comes after the script is the script's
+    cls=Command,
+    example="megastrategy tune --size 1000000 --size 4000000 train.py",
+    # arguments after the script are the script's
     context_settings={"allow_interspersed_args": False, "show_default": True},
 )
 @click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Elements in a bucket; several times.")
@@ -259,8 +271,8 @@ def tune_command(
 ) -> None:
     """Train SCRIPT's first steps with several bucket sizes, and say whether one is worth writing down.
 
-    It is started as megastrategy profile starts it, anew for each size and round, and ended when its steps are done:
-    what it writes until then is written each time. Without --size it runs with one, about four, 16 and 64 buckets.
+    SCRIPT runs as under megastrategy profile, again for each size and round, and ends when its steps are done. Files
+    that it writes until then are written each time. Without --size it runs with one, about four, 16 and 64 buckets.
     """
     _check_script(script, is_module)
     run = functools.partial(
@@ -286,7 +298,7 @@ def _console() -> Console:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Tell]:
-    """Draws bars on stderr, if somebody looks at it."""
+    """Draws bars on stderr if it is a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

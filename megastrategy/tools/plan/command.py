@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from torch import Tensor, nn
 
+from ..command_line import Command
 from .cards import Card, parse_cards
 from .layers import first_line
 from .links import parse_flops, parse_link
@@ -29,10 +31,23 @@ from .report import memory_json, memory_tables, partition_table
 from .scripts import PlanError, measure_script
 from .timing import Training, of_operations, of_profile, predict, time_json, time_tables
 
+_LAYERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class _Plan(Command):
+    """Reads its options also behind ``module:layers``, which takes no arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        has_cards = any(argument.split("=")[0] == "--cards" for argument in args)
+        ctx.allow_interspersed_args = has_cards and any(_LAYERS.fullmatch(argument) for argument in args)
+        return super().parse_args(ctx, args)
+
 
 @click.command(
     "plan",
-    # what comes after the script is the script's
+    cls=_Plan,
+    example="megastrategy plan --ranks 8,64 --device-memory 24GiB train.py --epochs 3",
+    # arguments after the script are the script's
     context_settings={"allow_interspersed_args": False, "show_default": True},
 )
 @click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
@@ -95,16 +110,32 @@ _OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen"
 
 
 def _check_given(context: click.Context, *, cuts: bool) -> None:
-    """Raises for options of the other question, which would be left out in silence; tells of those after the script."""
+    """Raises for options of the other question, and for options after the script that the script does not mention."""
     spelled = {param.name: param.opts[0] for param in context.command.params}
     for name in _OF_RANKS if cuts else _OF_CARDS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
-            given = "what stands after module:layers" if name == "arguments" else spelled[name]
+            given = "arguments after module:layers" if name == "arguments" else spelled[name]
             raise click.UsageError(f"--cards takes no {given}" if cuts else f"{given} needs --cards")
     options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
-    for argument in context.params["arguments"]:
-        if argument.split("=")[0] in options:
-            click.echo(f"note: {argument} stands after the script, so it is the script's own", err=True)
+    script, arguments = context.params["script"], context.params["arguments"]
+    for argument in arguments if arguments[:1] != ("--",) else ():
+        option = argument.partition("=")[0]
+        if option not in options:
+            continue
+        if not _mentions(script, option):
+            raise click.UsageError(
+                f"{option} after {script} is an argument of the script: type {context.command_path} {option} ... "
+                f"{script} for the plan, or {context.command_path} {script} -- {' '.join(arguments)} for the script"
+            )
+        click.echo(
+            f"note: {argument} comes after the script, which has such an option, so it is the script's", err=True
+        )
+
+
+def _mentions(script: str, option: str) -> bool:
+    """Returns whether the file contains the name of an option."""
+    path = Path(script)
+    return path.is_file() and option.removeprefix("--") in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _plan_ranks(
@@ -135,6 +166,7 @@ def _plan_ranks(
         raise click.UsageError(f"the script {script} {what}")
     steps: list[MeasuredStep] = []
     if script is not None:
+        arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
         steps = measure_script(script, arguments, sizes, is_module=is_module, computes=computes)
     # Gathers and reductions stay inside an instance; what crosses goes over the other link.
     links = (inner or outer, outer if inner is not None else None)

@@ -1,0 +1,69 @@
+"""Options of ``megastrategy plan`` after the script: accepted if no script can have them, otherwise refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megastrategy.tools.commands import root
+
+SCRIPT = """\
+import json, pathlib, sys
+pathlib.Path("arguments.json").write_text(json.dumps(sys.argv[1:]))
+"""
+LAYERS = """\
+import torch
+layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+batch = torch.ones(2, 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a script that has no options and one that has --json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("json", "pickle"))
+    (tmp_path / "reports.py").write_text(SCRIPT)
+    (tmp_path / "planned_layers.py").write_text(LAYERS)
+    return tmp_path
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(root, ["plan", *arguments])
+
+
+def test_an_option_after_the_script_is_refused_with_the_line_to_type() -> None:
+    result = plan("train.py", "--json")
+    assert result.exit_code == 2
+    assert "plan --json ... train.py for the plan, or " in result.stderr
+    assert "plan train.py -- --json for the script" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_an_option_that_the_script_mentions_is_the_scripts(folder: Path) -> None:
+    result = plan("--ranks", "1", "reports.py", "--json")
+    assert result.exit_code == 1, "the script takes no step"
+    assert result.stderr.startswith("note: --json comes after the script, which has such an option")
+    assert json.loads((folder / "arguments.json").read_text()) == ["--json"]
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_everything_after_two_dashes_is_the_scripts(folder: Path) -> None:
+    result = plan("--ranks", "1", "reports.py", "--", "--json")
+    assert result.exit_code == 1, "the script takes no step"
+    assert "note" not in result.stderr
+    assert json.loads((folder / "arguments.json").read_text()) == ["--json"]
+
+
+def test_layers_have_no_arguments_so_options_may_follow() -> None:
+    before = plan("--cards", "3090:2", "--batch", "planned_layers:batch", "--json", "planned_layers:layers")
+    after = plan("planned_layers:layers", "--cards", "3090:2", "--batch", "planned_layers:batch", "--json")
+    assert before.exit_code == after.exit_code == 0, after.output
+    assert after.stdout == before.stdout
