@@ -319,6 +319,58 @@ def test_files_and_functions_are_short(folder: str) -> None:
     assert not too_long
 
 
+MAX_PUBLIC_METHODS, MAX_ATTRIBUTES = 30, 20
+LARGE_CLASSES = {
+    "TrainerStrategy": (35, 20, "Lightning's interface of a strategy has as many methods"),
+    "MegatronDDPStrategy": (35, 20, "a TrainerStrategy"),
+    "Engine": (31, 26, "it makes all parts of a wrapped model, and other folders reach them through it"),
+    "ShardSet": (36, 20, "the questions of step, states and checkpoint about the shards of one optimizer"),
+    "Reducer": (30, 29, "the phases of a backward share its state"),
+    "Pipeline": (30, 21, "the schedule's sizes and groups"),
+}
+"""Classes over the limits: how many public methods and attributes each may have, and why."""
+
+
+def own_members(node: ast.ClassDef) -> tuple[set[str], set[str]]:
+    """Returns the names of public methods (and properties), and of the attributes that methods assign to ``self``."""
+    functions = {child.name for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assigned = {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+        if isinstance(child.value, ast.Name) and child.value.id == "self"
+    }
+    return {name for name in functions if not name.startswith("_")}, assigned - functions
+
+
+def test_classes_have_few_public_methods_and_attributes() -> None:
+    """With those of their bases in the package, which a cut by inheritance does not make fewer."""
+    classes = {
+        node.name: (node, path)
+        for path in sorted(FILES, reverse=True)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(classes) > 200
+
+    def members(name: str) -> tuple[set[str], set[str]]:
+        node = classes[name][0]
+        methods, attributes = own_members(node)
+        for base in (ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases):
+            if base in classes and base != name:
+                of_base = members(base)
+                methods, attributes = methods | of_base[0], attributes | of_base[1]
+        return methods, attributes
+
+    too_large = []
+    for name in classes:
+        methods, attributes = map(len, members(name))
+        max_methods, max_attributes, _ = LARGE_CLASSES.get(name, (MAX_PUBLIC_METHODS, MAX_ATTRIBUTES, ""))
+        if methods > max_methods or attributes > max_attributes:
+            too_large.append(f"{classes[name][1]}: {name} has {methods} public methods and {attributes} attributes")
+    assert not too_large
+
+
 def test_one_line_in_25_of_core_is_a_comment() -> None:
     """Code says what; a hazard, its consequence and a proof have to be said. Marks for tools and rulers count not."""
     lines, comments = 0, 0

@@ -1,7 +1,7 @@
 """The engine: torch and the standard library only.
 
-Ten folders, each with one question: README.md beside this file lists them, with the way of one gradient.
-``distributed_data_parallel`` and ``distributed_optimizer`` are what users and doors see.
+README.md beside this file lists its ten folders, and the path of one gradient through them. Users and doors
+see ``distributed_data_parallel`` and ``distributed_optimizer``.
 """
 
 from .checkpoint import (

@@ -1,4 +1,4 @@
-"""The wrapped module, which behaves like torch DDP to its user; what moves in it is its :class:`Engine`."""
+"""The wrapped module, which behaves like torch DDP to its user; its :class:`Engine` does the work."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class DistributedDataParallel(nn.Module):
             that require no gradients now are left out.
         config: the options; None for the defaults.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
-            With a module that ``parallelize_module`` has cut it is that of the mesh's data-parallel dimension.
-        collectives: how to send instead of what fits the group (for tests and measurements).
+            For a module that ``parallelize_module`` has cut, the group of the mesh's data-parallel dimension.
+        collectives: used instead of those that fit the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
-        all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
-        torch_options: torch DDP's arguments, in the place of ``config``: ``find_unused_parameters``, ``static_graph``,
-            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` (by position too) with its device.
+        all_reduce_option: the option by which this object's user selects an all-reduce, for error messages.
+        torch_options: torch DDP's arguments, instead of ``config``: ``find_unused_parameters``,
+            ``static_graph``, ``broadcast_buffers``, ``bucket_cap_mb`` and similar ones, and ``device_ids`` (by
+            position too) with its device.
 
-    Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
-    gradient is sent.
+    User hooks on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before
+    the gradient is sent.
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
-    :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see
-    bucket_planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``,
-    ``p.detach()``, an address) is then not the parameter's any more. With ``overlap_grad_reduce=False`` it never
-    moves.
+    :meth:`close` moves it back. At the end of the first synchronised backward it may move once more (see
+    bucket_planner's [Note: buckets in the order seen]): views of the memory from before (``p.data``, ``p.detach()``, an
+    address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never moves.
 
-    A copy (``deepcopy``, pickle) is closed from the start: it holds a copy of the module in memory of its own, and no
+    A copy (``deepcopy``, pickle) is closed from the start: it has a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.
 
     Attributes:
@@ -59,7 +59,7 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or DTensors
-            of other meshes than one of tensor ranks), or has a module in it that torch DDP or ``fully_shard`` wraps.
+            of other meshes than one of tensor ranks), or contains a module that torch DDP or ``fully_shard`` wraps.
         LayoutMismatchError: if the ranks' modules or configurations differ.
     """
 
@@ -101,13 +101,14 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # A module's own attribute of that name is more likely meant where a subclass shows the module's.
+            # A module's own attribute of that name is more likely meant in a subclass that shows the module's
+            # attributes.
             if "ddp_config" not in self.__dict__ or hasattr(self.module, name):
                 raise
         return ddp_attribute(self, name)
 
     def _set_static_graph(self) -> None:
-        """Notes the declaration, and switches nothing.
+        """Records the declaration, and changes nothing.
 
         torch needs it where layers are used twice under re-entrant checkpoints. Here the gradients are right without
         it, and the same with it.
@@ -129,12 +130,12 @@ class DistributedDataParallel(nn.Module):
         return self._buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())
 
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, with what takes its place."""
+        """Raises NotImplementedError, with the alternative."""
         refuse_comm_hook()
 
     @property
     def engine(self) -> Engine:
-        """Its layout, buffers, reducer and gather.
+        """The engine, with its layout, buffers, reducer and gather.
 
         Raises:
             ClosedError: after :meth:`close`, and in a copy.
@@ -145,25 +146,25 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def config(self) -> DistributedDataParallelConfig:
-        """The options that it was made with. A subclass may show its module's ``config`` here; ``ddp_config``, which is
-        Megatron-LM's name, has the engine's always."""
+        """The options that it was made with. A subclass may show its module's ``config`` here; ``ddp_config``,
+        Megatron-LM's name, always is the engine's."""
         return self.ddp_config
 
     @property
     def is_closed(self) -> bool:
-        """Whether this is a plain module around another: after :meth:`close`, and in a copy."""
+        """Whether this is only a wrapper without an engine: after :meth:`close`, and in a copy."""
         return self._engine is None
 
     @property
     def layout(self) -> BufferLayout:
-        """The plan of buffers, buckets and shards that there is now."""
+        """The present plan of buffers, buckets and shards."""
         return self.engine.layout
 
-    # Where somebody compiles this object, the module alone is compiled. A trace of the engine is five graph breaks and
-    # guards on all that it keeps; and what is called while a slow collective is waited for would be traced in mid-run.
+    # torch.compile of this object compiles only the module. A trace of the engine would have five graph breaks and
+    # guards on all of its state; and code that runs during a slow collective would be traced in mid-run.
     @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; broadcasts its buffers first where torch DDP would."""
+        """Runs the module's forward; broadcasts its buffers first where torch DDP would."""
         training = torch.is_grad_enabled()
         if (engine := self._engine) is None:
             if self.training and training:
@@ -177,7 +178,7 @@ class DistributedDataParallel(nn.Module):
                 splits.end()
         return self._end_forward(engine, training, outputs)
 
-    # A frame of its own, for dynamo to compile: it takes none of torch's own for a start, be it Sequential's forward.
+    # A separate frame for dynamo to compile: it starts at none of torch's own frames, such as Sequential's forward.
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -186,7 +187,7 @@ class DistributedDataParallel(nn.Module):
         self, engine: Engine, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> GraphSplits | None:
         engine.emit(EventKind.FORWARD_START, int(training))
-        if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
+        if training and not inside_backward():  # inside, a checkpoint around the whole wrapper recomputes it
             check_not_inside_torch_ddp(self)
             if self.ddp_config.check_replicas_every_n_steps and self.require_backward_grad_sync:
                 self._check_replicas_if_due()
@@ -201,7 +202,7 @@ class DistributedDataParallel(nn.Module):
             engine.param_gather.before_forward()
         if self._buffers_differ and self.ddp_config.broadcast_buffers:
             engine.broadcast_buffers()
-        # Where nothing could be sent earlier, one graph is the better one.
+        # If nothing could be sent earlier, a single graph is faster.
         is_split = training and engine.sends_under_backward and len(engine.layout.buckets) > 1
         return GraphSplits(engine.layout) if is_split else None
 
@@ -217,9 +218,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forward and backward inside are accumulated and not sent, as under torch DDP's ``no_sync``.
+        """Accumulates the gradients of forward and backward inside without sending them, as torch DDP's ``no_sync``
+        does.
 
-        With ``grad_buffer="pooled"`` they are sent all the same, and accumulate in the shards.
+        With ``grad_buffer="pooled"`` they are still sent, and accumulate in the shards.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -232,32 +234,32 @@ class DistributedDataParallel(nn.Module):
         """Whether the backward that starts now is synchronised.
 
         Args:
-            decision: what forwards have prepared; None for a backward inside of a forward.
+            decision: prepared by the forwards; None for a backward inside of a forward.
         """
         return self.require_backward_grad_sync if decision is None else decision
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: torch DDP's way to train on with the ranks that have batches left."""
+        """Raises NotImplementedError: torch DDP continues training with the ranks that have batches left."""
         refuse_join("join")
 
     def join_hook(self, **_: Any) -> NoReturn:
-        """Refused as :meth:`join` is: ``torch.distributed.algorithms.Join`` asks for it."""
+        """Raises NotImplementedError as :meth:`join` does: ``torch.distributed.algorithms.Join`` calls it."""
         refuse_join("join_hook")
 
     def watch_backward(self, outputs: Any) -> None:
         """Prepares the next backward, which starts from these tensors, as a forward that returned them would.
 
-        For a loss that no forward of this object returned, such as one of the module's own methods: its backward is
-        synchronised outside of :meth:`no_sync`. Without this call it is not, as under torch DDP.
+        For a loss that no forward of this object returned, such as that of one of the module's own methods: its
+        backward is synchronised outside of :meth:`no_sync`. Without this call it is not, as under torch DDP.
         """
         self.engine.reducer.prepare(outputs, self.require_backward_grad_sync)
 
     def finish_param_gather(self) -> None:
-        """Waits for the parameters that the last step left on their way, with ``overlap_param_gather="forward"``.
+        """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather="forward"``.
 
-        Whoever reads a parameter waits for it anyhow. What cannot is code that has its memory by other means: a view
-        or detached tensor taken before the step, torch.func's transforms, torch.jit; and a stream of the device's that
-        waited for the loop's before somebody else was the first to read. Call this before such code.
+        A read of a parameter waits by itself. Call this before code that reads its memory in other ways: a view or
+        detached tensor made before the step, torch.func's transforms, torch.jit; and a device stream that waited for
+        the loop's before other code read the parameter first.
 
         Raises:
             CollectiveError: if a gather failed, most often because another rank ended.
@@ -266,23 +268,24 @@ class DistributedDataParallel(nn.Module):
             self._engine.finish_param_gather()
 
     def leave_buffers_apart(self) -> None:
-        """Leaves each rank the module buffers that its last forward made: the next forward does not broadcast."""
+        """Keeps each rank's module buffers of its last forward: the next forward does not broadcast."""
         self._buffers_differ = False
 
     def include_trainable(self) -> None:
-        """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
+        """Adds parameters that require gradients now and did not before, so that they are synchronised.
 
-        Every forward that trains begins with it. Collective if there are any, so all ranks unfreeze the same parameters
-        between the same two forwards.
+        Every training forward begins with it. Collective if there are any, so all ranks have to unfreeze the same
+        parameters between the same two forwards.
         """
         self.engine.include_trainable()
 
     @property
     def microbatch(self) -> int:
-        """The number of the microbatch in work, if whoever runs the loop counts them.
+        """The number of the current microbatch, if the training loop counts them.
 
-        Compared between ranks at the end of each synchronised backward: a rank that skipped a backward (a
-        ``training_step`` that returned None) would else have its gradients reduced with those of another microbatch.
+        Compared between ranks at the end of each synchronised backward: if a rank skipped a
+        backward (a ``training_step`` that returned None), its gradients would otherwise be reduced
+        with those of another microbatch.
         """
         return self.engine.reducer.microbatch
 
@@ -291,31 +294,30 @@ class DistributedDataParallel(nn.Module):
         self.engine.reducer.microbatch = number
 
     def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """Weighs the backward of a loss that is a mean over so many tokens (or samples); 0 for none, where the loss may
-        be NaN.
+        """Weighs the backward of a loss that is a mean over so many tokens (or samples); 0 for none, where the
+        loss may be NaN.
 
-        Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together,
-        where without it every rank and microbatch weighs the same. The loss stays a mean, divided by the number of
-        microbatches or not, as it was. To be called for every loss of a step, on all ranks.
+        Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together;
+        without it every rank and microbatch has the same weight. The loss itself does not change, and may be divided by
+        the number of microbatches or not. Call it for every loss of a step, on all ranks.
 
         Args:
             loss: of this model. Only its gradient is multiplied, when its backward begins.
-            num_tokens: a tensor is read, so on a device it is waited for. What the collate function counts is on the
-                host.
+            num_tokens: a tensor is read, and on a device waited for. A count of the collate function is on the host.
 
         Returns:
-            ``loss``: the same tensor, as it was.
+            ``loss``: the same tensor, unchanged.
 
         Raises:
             ValueError: if the number is negative, not finite, or more than one, or the loss is not a tensor.
-            LossTokensError: here if it is called too late for all ranks to know of it, and at the end of the
-                synchronised backward, on all ranks, if they did not all count every loss, or if the gradients of the
-                synchronised backward before it were neither stepped with nor dropped.
+            LossTokensError: here if it is called too late for all ranks to know of it; at the end of the synchronised
+                backward, on all ranks, if they did not all count every loss, or if the gradients of the previous
+                synchronised backward were neither stepped with nor dropped.
         """
         return weigh_by_tokens(loss, num_tokens, [self])
 
     def loss_tokens(self, *_: Any) -> NoReturn:
-        """Refused: :meth:`weigh_by_tokens` takes its place."""
+        """Raises LossTokensError: :meth:`weigh_by_tokens` replaces it."""
         raise LossTokensError("model.loss_tokens(n) does not see the loss: loss = model.weigh_by_tokens(loss, n)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -326,8 +328,8 @@ class DistributedDataParallel(nn.Module):
         engine.zero_grads(range(len(engine.params)), set_to_none=set_to_none)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has
-        none.
+        """Returns the full reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None
+        if it has none.
 
         Collective with reduce-scatter, where ``param.grad`` is a stand-in after a synchronised backward.
 
@@ -337,15 +339,15 @@ class DistributedDataParallel(nn.Module):
         return full_grad(self.engine, param)
 
     def grad_norms(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of each trainable parameter's gradient: 1-D, fp64, in the order of ``layout.params``, 0 where it has
-        none.
+        """Returns the norm of each trainable parameter's gradient: 1-D, fp64, in the order of
+        ``layout.params``, 0 without one.
 
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
         return grad_norms(self.engine, norm_type)
 
     def check_replicas(self) -> None:
-        """Compares the weights of all ranks that should hold the same: for a look every few hundred steps.
+        """Compares the weights that should be equal on all ranks, for a check every few hundred steps.
 
         Collective, between steps. Costs a pass over the weights on the host.
 
@@ -367,14 +369,15 @@ class DistributedDataParallel(nn.Module):
         _ = self.engine
 
     def close(self, *, give_back: GiveBack = "all") -> None:
-        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called twice.
+        """Leaves an ordinary module: parameters own their memory, hooks are gone, ``.grad`` is None.
+        May be called twice.
 
         Its optimizers become torch's own again, with all of their state on every rank; drop those that are not needed
-        before. Collective over the ranks of sharded ones; where an exception is being handled, or not all ranks come,
-        this is done when they are used next, on all ranks.
+        before. Collective over the ranks of sharded ones; if an exception is being handled, or not all ranks come, this
+        happens when they are used next, on all ranks.
 
         Args:
-            give_back: "used" leaves those for later that no user code refers to; "later" all of them.
+            give_back: "used" postpones it for optimizers that no user code refers to; "later" for all of them.
         """
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -382,7 +385,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> None:
-    """Notes over how many tokens the next loss of these models is a mean; see ``weigh_by_tokens`` for errors."""
+    """Records the number of tokens of the next loss of these models; see ``weigh_by_tokens`` for errors."""
     for model in models:
         if isinstance(num_tokens, Tensor):
             model.engine.collectives.wait_for_device(num_tokens.device, "a collective before weigh_by_tokens")
@@ -391,7 +394,7 @@ def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedData
 
 
 def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> None:
-    """Weighs the loss by the tokens that were announced for it, if any were; see ``weigh_by_tokens``."""
+    """Weighs the loss by the announced tokens, if any; see ``weigh_by_tokens``."""
     reducers = [model.engine.reducer for model in models]
     counts = [count for reducer in reducers if (count := reducer.tokens.take_announced()) is not None]
     if counts and loss.requires_grad:
@@ -404,14 +407,14 @@ def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[D
     """Weighs one loss of several models; see the method of this name."""
     if not isinstance(loss, Tensor):
         raise ValueError(f"loss: expected the tensor whose backward comes, got {type(loss).__name__}: weigh it first")
-    if loss.requires_grad:  # else it is an evaluation's
+    if loss.requires_grad:  # not that of an evaluation
         announce_tokens(num_tokens, models)
         weigh_announced(loss, models)
     return loss
 
 
 def refuse_join(method: str) -> NoReturn:
-    """Says why torch's ``Join`` cannot be used, for a wrapped model and its optimizer."""
+    """Raises the error of torch's ``Join``, for a wrapped model and its optimizer."""
     raise NotImplementedError(
         f"{method}() belongs to torch DDP, whose ranks may run out of batches one by one. Here every rank takes part "
         "in every reduction, and steps its shard for the others. Give all ranks the same number of batches "

@@ -1,4 +1,4 @@
-"""Errors of what happened at run time; what a user passed in wrongly is a ``ValueError``.
+"""Errors at run time; a wrong argument of the user's is a ``ValueError``.
 
 Every message says what was expected, what was found, which parameter or bucket it concerns, and what to do.
 """
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 class MegastrategyError(RuntimeError):
-    """Base class of every error raised for something that went wrong while training."""
+    """Base class of all errors for failures during training."""
 
 
 class LayoutMismatchError(MegastrategyError):
@@ -29,7 +29,7 @@ class BucketInFlightError(MegastrategyError):
 
 
 class MainGradError(MegastrategyError):
-    """A layer added a gradient to ``main_grad`` when it could not be taken in."""
+    """A layer added a gradient to ``main_grad`` at a time when it could not be used."""
 
 
 class NonFiniteGradError(MegastrategyError):
@@ -41,15 +41,15 @@ class MicrobatchMismatchError(MegastrategyError):
 
 
 class BatchMismatchError(MegastrategyError):
-    """The ranks of a tensor group were given different batches, of which they would train a mixture."""
+    """The ranks of a tensor group were given different batches, and would train on a mixture of them."""
 
 
 class StageError(MegastrategyError):
-    """A pipeline was used as its schedule, which runs the backwards of a batch in the forward, does not allow."""
+    """A pipeline was used in a way that its schedule, which runs a batch's backwards in the forward, does not allow."""
 
 
 class ReplicaMismatchError(MegastrategyError):
-    """The ranks hold different values of a weight that they should hold alike."""
+    """The ranks have different values of a weight that should be equal."""
 
 
 class LossTokensError(MegastrategyError):
@@ -57,7 +57,7 @@ class LossTokensError(MegastrategyError):
 
 
 class ReducedGradError(MegastrategyError):
-    """Something computed with ``.grad`` after a reduce-scatter, when this rank has a shard of the gradient alone."""
+    """A computation used ``.grad`` after a reduce-scatter, when this rank has only a shard of the gradient."""
 
 
 class CollectiveError(MegastrategyError):
@@ -65,12 +65,12 @@ class CollectiveError(MegastrategyError):
 
 
 class NotOnAllRanksError(MegastrategyError):
-    """Some ranks called what has to be called on all of them."""
+    """Only some ranks made a call that all ranks have to make."""
 
 
-# A ValueError too: it is mostly raised for what the user has passed to a constructor.
+# A ValueError, too: it is mostly raised for an argument of a constructor.
 class OptimizerNotShardableError(MegastrategyError, ValueError):
-    """An update of one parameter depends on others, so that no division among ranks would leave it as it is."""
+    """An update of one parameter depends on others, so that the optimizer cannot be divided among ranks."""
 
 
 class DirectUseError(MegastrategyError):
@@ -78,11 +78,11 @@ class DirectUseError(MegastrategyError):
 
 
 class ClosedError(MegastrategyError):
-    """Something was used after ``DistributedDataParallel.close()``."""
+    """An object was used after ``DistributedDataParallel.close()``."""
 
 
 class CheckpointError(MegastrategyError):
-    """A checkpoint could not be written, cannot be read, or does not fit what it is loaded into."""
+    """A checkpoint could not be written or read, or does not fit the object that it is loaded into."""
 
 
 def raise_closed() -> NoReturn:

@@ -1,6 +1,6 @@
 """Events that the engine reports while it runs: one vocabulary for tests, the profiler and the simulator.
 
-A listener is any callable that takes an :class:`Event`. Without one, nothing is built and nothing is called.
+A listener is any callable that takes an :class:`Event`. Without a listener no event is made.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 
 class EventKind(enum.Enum):
-    """The kinds of events. Each says whose number the event's ``index`` is."""
+    """The kinds of events. Each says what the event's ``index`` is the number of."""
 
     FORWARD_START = "forward_start"
-    """A forward of the wrapped module starts; index 1 if gradients are enabled, else 0. One that raises has no end."""
+    """A forward of the wrapped module starts; index 1 if gradients are enabled, else 0. A forward that
+    raises has no end."""
     FORWARD_END = "forward_end"
     """It ended (index as for FORWARD_START)."""
     BACKWARD_START = "backward_start"
     """A backward has reached an output of the forward, or the first gradient if it does not start from one (index: 0).
-    One that raises has no end."""
+    A backward that raises has no end."""
     GRAD_READY = "grad_ready"
     """A parameter's gradient was accumulated (index: parameter)."""
     REDUCE_START = "reduce_start"
@@ -37,11 +38,11 @@ class EventKind(enum.Enum):
     WAIT_START = "wait_start"
     """The caller's thread starts to wait for communication (index: 0 for gradients, 1 for parameters)."""
     WAIT_END = "wait_end"
-    """It goes on (index as for WAIT_START). What lies between the two is exposed communication."""
+    """The wait has ended (index as for WAIT_START). The time between the two is exposed communication."""
     LAYOUT_EXTENDED = "layout_extended"
     """Parameters joined, with buckets of their own (index: the first of them)."""
     LAYOUT_CHANGED = "layout_changed"
-    """All parameters have moved to other buckets (index: how many buckets there are now)."""
+    """All parameters have moved to other buckets (index: the present number of buckets)."""
     BACKWARD_END = "backward_end"
     """A backward ended; index 1 if it was synchronised, else 0."""
     STEP_START = "step_start"
@@ -52,10 +53,10 @@ class EventKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One event: its kind, the index of what it concerns, and ``time.perf_counter_ns()`` at that moment.
+    """One event: its kind, the index of its object, and ``time.perf_counter_ns()`` at that moment.
 
-    ``ran_ns`` of a REDUCE_END or GATHER_END is when the collective began and ended, by the same clock, where that is
-    known (gloo): waiting may start long after its end.
+    ``ran_ns`` of a REDUCE_END or GATHER_END is the begin and end of the collective, by the same clock, if known (gloo):
+    the wait may start long after its end.
     """
 
     kind: EventKind
@@ -68,20 +69,21 @@ Listener = Callable[[Event], None]
 
 
 def combine_listeners(listeners: Sequence[Listener]) -> Listener | None:
-    """Returns a listener that tells all of them; None if there is none, so that the engine makes no events."""
-    # The only one is called directly: an event is made for every gradient, inside backward.
+    """Returns a listener that calls all of them; None if there is none, so that the engine makes no events."""
+    # A single listener is called directly: an event is made for every gradient, inside backward.
     if len(listeners) <= 1:
         return listeners[0] if listeners else None
 
-    def tell(event: Event) -> None:
+    def call_all(event: Event) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell
+    return call_all
 
 
 def profiler_range(what: str, number: int | None = None) -> AbstractContextManager[object]:
-    """A range ``megastrategy::reduce 3`` around a block, where the calling thread is being profiled; else nothing."""
+    """Returns a range ``megastrategy::reduce 3`` around a block if the calling thread is being profiled,
+    or an empty context."""
     if not torch._C._autograd._profiler_enabled():  # a tenth of a microsecond, where a range takes ten
         return nullcontext()
     name = what if number is None else f"{what} {number}"

@@ -19,7 +19,7 @@ from .config import DistributedDataParallelConfig, field_names
 
 _MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _WIRE_DTYPES: Mapping[str, str | None] = {
-    "allreduce_hook": None,  # what torch DDP does without one
+    "allreduce_hook": None,  # torch DDP's default
     "fp16_compress_hook": "fp16",
     "bf16_compress_hook": "bf16",
     "fp16_compress_wrapper": "fp16",
@@ -56,12 +56,12 @@ _DEFAULTS_OF_REFUSED = {
     "skip_all_reduce_unused_params": False,
     "lazy_bucket_allocation": False,
 }
-"""Those of torch's defaults that are not None."""
+"""torch's defaults that are not None."""
 
 
 def config_with(config: Any, options: Mapping[str, Any], device: torch.device) -> DistributedDataParallelConfig:
     """Returns the configuration of a model on ``device``: ``config``, or that of torch DDP's arguments, whose
-    ``device_ids`` may be in the place of ``config``.
+    ``device_ids`` may be passed as ``config``.
 
     Raises:
         ValueError: if both are given, or for an argument that cannot have its effect here.
@@ -90,7 +90,7 @@ def config_with(config: Any, options: Mapping[str, Any], device: torch.device) -
 
 
 def _device(given: Any, own: torch.device) -> torch.device | None:
-    """The device that is meant; None for a number where devices have none."""
+    """Returns the device that is meant; None for a number if devices have none."""
     if isinstance(given, int):
         return None if own.type == "cpu" else torch.device(own.type, given)
     device = torch.device(given)
@@ -102,13 +102,13 @@ def _index(model: Any) -> int | None:
 
 
 def bucket_bytes(model: Any) -> list[int]:
-    """The size of every bucket of gradients."""
+    """Returns the size of every bucket of gradients."""
     layout = model.layout
     return [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
 
 
 DDP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    "process_group": lambda model: world_group(),  # whose ranks are those of the engine's own groups
+    "process_group": lambda model: world_group(),  # the engine's own groups have the same ranks
     "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
     "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
     "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
@@ -128,13 +128,13 @@ DDP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "named_module_buffers": lambda model: dict(model.module.named_buffers()),
     "reducer": lambda model: model.engine.reducer,
     "_sync_buffers": lambda model: model.engine.broadcast_buffers,
-    "scatter": lambda model: types.MethodType(TorchDDP.scatter, model),  # these three need nothing but the device
+    "scatter": lambda model: types.MethodType(TorchDDP.scatter, model),  # these three need only the device
     "to_kwargs": lambda model: types.MethodType(TorchDDP.to_kwargs, model),
     "gather": lambda model: types.MethodType(TorchDDP.gather, model),
     "join_device": lambda model: model.device,
     "join_process_group": lambda model: world_group(),
     "_distributed_rank": lambda model: model.engine.collectives.rank,
-    "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
+    "_static_graph_delay_allreduce_enqueued": lambda model: True,  # the first backward needs no preparation
 }
 """torch DDP's attributes that have a meaning here, each with its value."""
 
@@ -170,14 +170,15 @@ DDP_FUNCTIONS = frozenset(
     for name, value in vars(TorchDDP).items()
     if callable(value) and not (name.startswith("__") or hasattr(nn.Module, name) or name in DDP_ATTRIBUTES)
 )
-"""torch DDP's functions, but for those that every module has and those that have a meaning here."""
+"""torch DDP's functions, except those of every module and those that have a meaning here."""
 
 
 def ddp_attribute(model: Any, name: str) -> Any:
-    """Returns the value here of an attribute of torch DDP's.
+    """Returns this engine's value of an attribute of torch DDP's.
 
     Raises:
-        AttributeError: if it belongs to torch's reducer, with what takes its place; and for a name that is not torch's.
+        AttributeError: if it belongs to torch's reducer, with the alternative; and for a name that torch
+            DDP does not have.
     """
     if name in REDUCER_ATTRIBUTES:
         raise AttributeError(
@@ -194,7 +195,7 @@ def ddp_attribute(model: Any, name: str) -> Any:
 
 
 def refuse_function(name: str, *_: Any, **__: Any) -> NoReturn:
-    """Says that a function of torch DDP's has nothing to work on."""
+    """Raises the error of a function of torch DDP's that would have nothing to work on."""
     if name == "_register_builtin_comm_hook":
         refuse_comm_hook(name)
     raise NotImplementedError(
@@ -220,7 +221,7 @@ def logging_data(model: Any) -> dict[str, Any]:
 
 
 def refuse_comm_hook(name: str = "register_comm_hook") -> NoReturn:
-    """Says what takes the place of a communication hook."""
+    """Raises the error of a communication hook, with the alternative."""
     raise NotImplementedError(
         f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Instead of "
         "fp16_compress_hook or bf16_compress_hook set grad_wire_dtype='fp16' or 'bf16' before the wrap (a field of "
@@ -229,25 +230,25 @@ def refuse_comm_hook(name: str = "register_comm_hook") -> NoReturn:
 
 
 def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = ()) -> DistributedDataParallelConfig:
-    """Builds a config from keyword arguments that may be ours or torch DDP's.
+    """Builds a config from keyword arguments that may be the config's fields or torch DDP's.
 
-    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
-    ``broadcast_buffers`` (``forward_sync_buffers``, which goes before it) are fields here too;
-    ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have nothing to do (gradients always live in
-    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None; ``ddp_comm_hook``
-    sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. Everything else is refused by name.
+    Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and ``broadcast_buffers`` (``forward_sync_buffers``
+    overrides it) are fields here too; ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have no
+    effect (gradients are always in the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``,
+    unless it is None; ``ddp_comm_hook`` sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. All others
+    are refused by name.
 
     Args:
         arguments: by name.
         beside: further names that the caller knows, for the hint at a misspelt argument.
 
     Raises:
-        ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
-            engine has no counterpart for, with the reason; torch's default of it may be spelled out.
+        ValueError: for an unknown argument, with the nearest known name; and for one of torch DDP's that has no
+            counterpart here, with the reason, unless it has torch's default value.
     """
     arguments = translate_comm_hook(arguments)
     chosen = _fields_in(arguments, beside)
-    # After the fields, as in torch: the newer argument wins over broadcast_buffers.
+    # After the fields, as in torch: the newer argument overrides broadcast_buffers.
     if arguments.get("forward_sync_buffers") is not None:
         chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
     cap = arguments.get("bucket_cap_mb")
@@ -257,13 +258,13 @@ def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = 
             raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
         chosen["bucket_size"] = _bucket_size_from_mib(cap)
     if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
-        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
+        # torch DDP's default, passed with static_graph=True: there the pair means just static_graph.
         del chosen["find_unused_parameters"]
     return DistributedDataParallelConfig(**chosen)
 
 
 def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str, Any]:
-    """The config's fields among the arguments; raises for what is neither one nor torch's."""
+    """Returns the config's fields among the arguments; raises for arguments that are neither fields nor torch's."""
     known = field_names()
     chosen: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -275,14 +276,14 @@ def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str,
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected True or False")
         elif name in _REFUSED_DDP_ARGUMENTS:
-            # By identity: False == 0, and an argument that is not listed has None as its default.
+            # By identity: False == 0. The default of an argument that is not listed is None.
             if value is _DEFAULTS_OF_REFUSED.get(name):
-                continue  # torch's default, spelled out
+                continue  # torch's default
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
         elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
             names = list(dict.fromkeys([*known, *beside]))
             near = difflib.get_close_matches(name, names, n=1)
-            # the whole list after the one name would bury it
+            # The whole list after one near name would hide it.
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
             raise ValueError(f"unknown argument {name!r}: {hint}")
     return chosen
@@ -291,16 +292,16 @@ def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str,
 def _bucket_size_from_mib(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
-    # Four bytes an element, whatever the gradients are sent in; a fraction of an element is still one.
+    # Four bytes an element, in every wire dtype; a fraction of an element counts as one.
     return max(1, int(value * 2**20 / 4))
 
 
 def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts ``grad_wire_dtype`` in the place of ``ddp_comm_hook`` and ``ddp_comm_wrapper``, where these are torch's own
-    for 16 bits; all other arguments, and other hooks, are as they were.
+    """Replaces ``ddp_comm_hook`` and ``ddp_comm_wrapper`` by ``grad_wire_dtype`` if these are torch's own for 16 bits;
+    other arguments, and other hooks, stay.
 
     Raises:
-        ValueError: if the arguments ask for an all-reduce, or for another ``grad_wire_dtype``, as well.
+        ValueError: if the arguments also select an all-reduce, or a different ``grad_wire_dtype``.
     """
     hook, wrapper = arguments.get("ddp_comm_hook"), arguments.get("ddp_comm_wrapper")
     # By name: importing them takes a tenth of a second, also for users without a hook.
@@ -310,7 +311,7 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
         or arguments.get("ddp_comm_state") is not None
     ):
         return dict(arguments)
-    dtype = _WIRE_DTYPES[_what_rounds(arguments).__name__]
+    dtype = _WIRE_DTYPES[_rounding_hook(arguments).__name__]
     rest = {name: value for name, value in arguments.items() if not name.startswith("ddp_comm_")}
     if dtype is None:
         return rest
@@ -327,10 +328,11 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_translation(arguments: Mapping[str, Any]) -> str:
-    """The line that says what the hook in the arguments became; "" if there is none, or one that rounds nothing."""
+    """Returns the line that says what the hook in the arguments became; "" without a hook, or for
+    one that rounds nothing."""
     if arguments.get("ddp_comm_hook") is None:
         return ""
-    name = _what_rounds(arguments).__name__
+    name = _rounding_hook(arguments).__name__
     if (dtype := _WIRE_DTYPES[name]) is None:
         return ""
     return (
@@ -339,8 +341,8 @@ def describe_translation(arguments: Mapping[str, Any]) -> str:
     )
 
 
-def _what_rounds(arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The wrapper around the hook, or the hook itself if there is none."""
+def _rounding_hook(arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns the wrapper around the hook, or the hook itself if there is none."""
     wrapper: Callable[..., Any] | None = arguments.get("ddp_comm_wrapper")
     return arguments["ddp_comm_hook"] if wrapper is None else wrapper
 

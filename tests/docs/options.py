@@ -50,7 +50,7 @@ In what follows d is the number of ranks.
 
 _LINKS = {
     "`megastrategy tune`": "[`megastrategy tune`](../profiling.md#which-bucket-size)",
-    "`layout_build`'s [Note: default bucket size]": (
+    "build's [Note: default bucket size]": (
         "[Note: default bucket size] in [core/layout/build.py](../../megastrategy/core/layout/build.py)"
     ),
     "Not with a GradScaler": "[Example](../gradients.md#find-what-is-not-finite). Not with a GradScaler",
