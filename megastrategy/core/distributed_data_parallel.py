@@ -47,7 +47,8 @@ class DistributedDataParallel(nn.Module):
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` moves it back. At the end of the first synchronised backward it may move once more (see
     bucket_planner's [Note: buckets in the order of arrival]): views of the memory from before (``p.data``,
-    ``p.detach()``, an address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never moves.
+    ``p.detach()``, an address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never
+    moves.
 
     A copy (``deepcopy``, pickle) is closed from the start: it has a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.
