@@ -105,7 +105,7 @@ class StagedBackwards:
         ``is_last``: no other backward of this batch reaches a parameter that it reaches."""
         reducer = self._present.reducer
         reducer.tokens.has_loss = has_loss
-        reducer.backwards.reset()
+        reducer.backwards.forget()
         reducer.prepare(outputs, sync=is_last)
 
     def finish(self, problem: str = "") -> None:

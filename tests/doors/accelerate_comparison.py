@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..support.comparison import assert_equal
-from .accelerate_loops import Worlds
+from .accelerate_loops import Worlds, make_accelerator, sgd, weights_of
 from .matrix import MODES
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -35,8 +36,46 @@ def grads_of(model: Any) -> dict[str, Tensor | None]:
     return {name: None if param.grad is None else param.grad.clone() for name, param in named.items()}
 
 
-def with_mode(name: str, mode: dict[str, Any]) -> dict[str, Any] | None:
-    return mode if name == "megatron_ddp" else None
+@dataclasses.dataclass
+class Trainee:
+    """A model and its optimizer, prepared by an Accelerator."""
+
+    accelerator: Any
+    net: Any
+    model: Any
+    optimizer: Any
+
+    def backward(self, number: int = 0, factor: float = 1.0) -> float:
+        """Of this rank's inputs of that number; the loss."""
+        x = inputs(self.accelerator, number).to(next(self.net.parameters()).dtype)
+        loss = factor * self.model(x).float().square().mean()
+        self.accelerator.backward(loss)
+        return loss.item()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, *numbers: int) -> dict[str, Tensor]:
+        """A step with each of these inputs; the weights."""
+        for number in numbers:
+            self.backward(number)
+            self.step()
+        return weights_of(self.net)
+
+
+def set_up(
+    name: str,
+    mode: dict[str, Any] | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    *,
+    net: nn.Module | None = None,
+    **options: Any,
+) -> Trainee:
+    """``net``: :func:`net_of`'s by default."""
+    accelerator = make_accelerator(name, mode, **options)
+    net = net_of() if net is None else net
+    return Trainee(accelerator, net, *accelerator.prepare(net, make_optimizer(net.parameters())))
 
 
 def assert_like_ddp(

@@ -1,11 +1,13 @@
-"""What the tests of the Fabric door train: a module with everything awkward, and a user's loop with plain results."""
+"""What the tests of the Fabric door train: loops over a module with everything awkward, under ours and ``"ddp"``."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -15,8 +17,10 @@ from torch.utils.data import DataLoader
 
 from megastrategy.fabric import MegatronDDPStrategy
 
+from ..support.comparison import assert_equal
 from .fits import BUCKET_SIZE, AwkwardNet, adamw, loader, weights_of
-from .rank_processes import number_of_ranks
+from .matrix import MODES
+from .rank_processes import Ranks, number_of_ranks
 
 EPOCHS = 2
 Batch = Sequence[Tensor]
@@ -77,6 +81,76 @@ def state_of(fabric: Fabric, optimizer: Any) -> dict[str, Any] | None:
     return {**state, "state": dict(sorted(state["state"].items()))} if fabric.is_global_zero else None
 
 
+@dataclasses.dataclass
+class Trainee:
+    """A model and its optimizer, set up by a Fabric, and what its training left behind until now."""
+
+    fabric: Fabric
+    net: nn.Module
+    model: Any
+    optimizer: Any
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+
+    def backward(self, batch: Batch, use_side: bool = True) -> Tensor:
+        features, tokens, targets = batch
+        loss = F.cross_entropy(self.model(features, tokens, use_side), targets)
+        self.fabric.backward(loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, num_batches: int | None = None, before_step: Callable[[], object] = lambda: None) -> Loop:
+        """An epoch, or its first batches."""
+        for batch in itertools.islice(make_data(self.fabric), num_batches):
+            self.backward(batch)
+            before_step()
+            self.step()
+        return self.end()
+
+    def clip(self, **options: Any) -> None:
+        norm = self.fabric.clip_gradients(self.model, self.optimizer, **options)
+        self.norms += [] if norm is None else [norm.item()]
+
+    def end(self) -> Loop:
+        return Loop(weights_of(self.net), self.losses, self.norms, state_of(self.fabric, self.optimizer))
+
+
+def set_up(
+    name: str,
+    strategy_options: dict[str, Any] | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    *,
+    net: nn.Module | None = None,
+    **fabric_options: Any,
+) -> Trainee:
+    """``net``: an AwkwardNet by default."""
+    fabric = make_fabric(name, strategy_options, **fabric_options)
+    net = AwkwardNet() if net is None else net
+    return Trainee(fabric, net, *fabric.setup(net, make_optimizer(net.parameters())))
+
+
+def set_up_apart(name: str, strategy_options: dict[str, Any]) -> Trainee:
+    """The optimizer is built on the parameters of what ``setup_module`` returned."""
+    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
+    model = fabric.setup_module(net)
+    return Trainee(fabric, net, model, fabric.setup_optimizers(sgd(model.parameters())))
+
+
+def step_with(fabric: Fabric, model: Any, *optimizers: Any, batches: int = 3) -> list[float]:
+    """A few steps of all the optimizers; the losses."""
+    trainee = Trainee(fabric, model, model, None)
+    for batch in itertools.islice(make_data(fabric), batches):
+        trainee.backward(batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return trainee.losses
+
+
 def train(
     name: str,
     strategy_options: dict[str, Any] | None = None,
@@ -85,8 +159,8 @@ def train(
     accumulate: int = 1,
     clip: dict[str, Any] | None = None,
     zero: str = "optimizer",
-    before_setup: Callable[[nn.Module], nn.Module] | None = None,
-    after_setup: Callable[[nn.Module], nn.Module] | None = None,
+    before_setup: Callable[[nn.Module], nn.Module] = lambda net: net,
+    after_setup: Callable[[nn.Module], nn.Module] = lambda model: model,
     **fabric_options: Any,
 ) -> Loop:
     """A user's training loop under the strategy called ``name``.
@@ -101,22 +175,34 @@ def train(
         fabric_options: for ``Fabric``.
     """
     fabric = make_fabric(name, strategy_options, **fabric_options)
-    data = make_data(fabric)
     net = AwkwardNet()
-    model, optimizer = fabric.setup(before_setup(net) if before_setup else net, make_optimizer(net.parameters()))
-    trained = after_setup(model) if after_setup else model
+    model, optimizer = fabric.setup(before_setup(net), make_optimizer(net.parameters()))
+    trainee = Trainee(fabric, net, after_setup(model), optimizer)
     zeroed = {"optimizer": optimizer, "model": model, "module": net}[zero]
-    losses, norms = [], []
+    data = make_data(fabric)
     for _ in range(EPOCHS):
-        for number, (features, tokens, targets), steps in windows(data, accumulate):
-            with fabric.no_backward_sync(trained, enabled=not steps):
-                loss = F.cross_entropy(trained(features, tokens, number % 2 == 1), targets)
-                fabric.backward(loss)
-            losses.append(loss.item())
+        for number, batch, steps in windows(data, accumulate):
+            with fabric.no_backward_sync(trainee.model, enabled=not steps):
+                trainee.backward(batch, number % 2 == 1)
             if steps:
                 if clip is not None:
-                    norm = fabric.clip_gradients(trained, optimizer, **clip)
-                    norms += [] if norm is None else [norm.item()]
+                    trainee.clip(**clip)
                 optimizer.step()
                 zeroed.zero_grad()
-    return Loop(weights_of(net), losses, norms, state_of(fabric, optimizer))
+    return trainee.end()
+
+
+# --- comparison with "ddp" -------------------------------------------------------------------------------------------
+
+CLIP_NORM = 0.5
+CLIP_VALUE = 0.02
+
+both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def assert_like_ddp(ranks: Ranks, job: Any, options: dict[str, Any], *, rtol: float = 0.0, **arguments: Any) -> None:
+    """``job`` gives the same on every rank under both strategies."""
+    ours = ranks.run(job, "megatron_ddp", options, **arguments)
+    theirs = ranks.run(job, "ddp", {}, **arguments)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_equal(mine, other, rtol)

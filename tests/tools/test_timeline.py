@@ -66,7 +66,7 @@ def test_an_end_without_a_start_is_left_out() -> None:
 
 
 def test_a_bucket_that_is_reduced_twice_in_a_backward_has_two_spans() -> None:
-    """Late gradients: [Note: why a late gradient is not lost] in core/sync/reducer.py."""
+    """Late gradients: [Note: gradients that come twice] in core/sync/reducer.py."""
     events = in_order(collective(REDUCE, 0, 0, (0, 4), 10), collective(REDUCE, 0, 11, (11, 13), 14))
     assert in_ms(spans_of(events)) == [("reduce bucket 0", 0, 4), ("reduce bucket 0", 11, 13)]
     assert [(times.count, times.ran_ms) for times in bucket_times(ModelEvents(events))] == [(2, 3.0)]

@@ -1,10 +1,10 @@
-"""The phases of a backward, and its beginning and end.
+"""The phases of a backward, and where one begins and ends.
 
-[Note: when a backward has ended]
-torch runs a callback when the graph ends in which it was queued. A re-entrant checkpoint runs an inner graph, which
-reaches its parameters, so a callback that their hooks queue would run too early to send the remaining buckets. The
-outputs of a forward are in the outermost graph: the first gradient that reaches one of them queues the callback there.
-If no outputs are known (a loss of parameters only), the graph that reaches a parameter first is used.
+[Note: the outermost graph]
+torch runs a callback when the graph that it was queued in ends. A re-entrant checkpoint runs a graph inside another,
+and its parameters are reached there, so what they queue would come too early to send what is left. The outputs of a
+forward are in the outermost graph: the first gradient that reaches one of them queues the end there. Where no forward
+told of outputs (a loss of parameters alone), the graph that reaches a parameter first has to do.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ class BackwardPhase(enum.Enum):
     """The state of a reducer, from the first gradient of a backward to the end of its reductions."""
 
     IDLE = enum.auto()
-    """No backward has reached a parameter. A first gradient leads to ACCUMULATING or SYNCHRONISING, and a step whose
-    gradients are not reduced yet leads to WAITING."""
+    """No backward has reached a parameter. A first gradient leads to ACCUMULATING or SYNCHRONISING; a step of gradients
+    that no backward has reduced leads to WAITING."""
     ACCUMULATING = enum.auto()
-    """A backward that is not synchronised is running. IDLE when it ends. After an error the phase stays until the next
-    forward, or the next backward, drops the gradients."""
+    """A backward that is not synchronised is under way. IDLE when it ends. After an error the phase stays, until the
+    next forward, or a backward that is tried again, drops what is left."""
     SYNCHRONISING = enum.auto()
-    """A synchronised backward is running, and complete buckets are launched. IDLE when it ends, and the remaining
-    buckets are launched. After an error as ACCUMULATING."""
+    """A synchronised backward is under way: complete buckets are launched. IDLE when it ends, and the rest is launched.
+    After an error as ACCUMULATING."""
     WAITING = enum.auto()
-    """The ranks agree, and wait for the launched buckets. IDLE afterwards, also after an error."""
+    """The ranks agree, and wait for what was launched. IDLE afterwards, also after an error."""
 
 
 @dataclasses.dataclass
 class Preparation:
-    """The forwards of the wrapped model since the last synchronised backward; see reducer's
-    [Note: which backward synchronises].
+    """Forwards of the wrapped model since the last backward whose gradients were sent; see reducer's [Note: which
+    backward synchronises].
 
     Attributes:
-        syncs: whether a forward trained and ended outside ``no_sync``.
-        accumulates: whether a forward trained under ``no_sync``.
-        inside_forward: whether a forward is running that runs its backwards itself (Lightning's manual optimization).
-        graph: torch's number of the backward inside of which the last forward ran.
-        spent_in: torch's number of a backward inside of which a synchronised one has ended; the rest of it is
-            synchronised as well.
+        syncs: whether one of them trained and ended outside ``no_sync``.
+        accumulates: whether one trained under ``no_sync``.
+        inside_forward: whether one is under way whose backwards are inside of it (Lightning's manual optimization).
+        graph: torch's number of the backward that the last forward was inside of.
+        spent_in: that of a backward that a synchronised one has ended inside of; the rest of it is synchronised too.
     """
 
     syncs: bool = False
@@ -60,9 +59,9 @@ class Preparation:
     spent_in: int = NO_TASK
 
     def add(self, *, syncs: bool) -> None:
-        """Records the end of a forward that trains."""
+        """A forward that trains has ended."""
         self.graph = torch._C._current_graph_task_id()
-        if self.spent_in not in (NO_TASK, self.graph):  # that backward is over, as with gradient caching
+        if self.spent_in not in (NO_TASK, self.graph):  # that backward is over: losses with a cache, step after step
             self.clear()
         if syncs:
             self.syncs = True
@@ -70,18 +69,18 @@ class Preparation:
             self.accumulates = True
 
     def replace(self, *, syncs: bool) -> None:
-        """Sets the decision for the next backward, whatever the forwards before it."""
+        """The next backward was decided about by itself."""
         self.syncs, self.accumulates = syncs, not syncs
 
     def end(self, *, inside: bool) -> None:
-        """Records the end of a synchronised backward; ``inside``: another backward around it continues."""
+        """A synchronised backward has ended. The rest of one that it was inside of is synchronised as well."""
         if inside:
             self.spent_in = self.graph
         else:
             self.clear()
 
     def clear(self) -> None:
-        """Forgets all forwards."""
+        """The backward that was prepared is over."""
         self.syncs = self.accumulates = False
         self.spent_in = NO_TASK
 
@@ -90,19 +89,19 @@ class Preparation:
 
     @property
     def decision(self) -> bool | None:
-        """Whether the next backward is synchronised; None if that is decided when it starts."""
+        """Whether the next backward is synchronised; None where that is asked when it starts."""
         return None if self.inside_forward else self.syncs
 
 
 @dataclasses.dataclass
 class DeferredBatch:
-    """A batch of several backwards whose reductions are waited for at its end, not at the end of a backward.
+    """A batch of several backwards, whose reductions are waited for at its end and not at that of the last backward.
 
     Attributes:
-        why_not_counted: the error message for a loss whose tokens are counted outside of a batch.
-        is_open: whether a batch has begun.
-        has_synced: whether one of its backwards was synchronised, and more may follow.
-        refusal: the first error with which all data-parallel ranks rejected one of its backwards.
+        why_not_counted: the error message for a loss whose tokens are counted outside of the batch.
+        is_open: whether one has begun.
+        has_synced: whether one of its backwards was synchronised, and others follow it.
+        refusal: the first error with which all data-parallel ranks refused one of its backwards.
     """
 
     why_not_counted: str
@@ -111,47 +110,46 @@ class DeferredBatch:
     refusal: MegastrategyError | None = None
 
     def begin(self) -> None:
-        """Begins a new batch."""
+        """The backwards from here on are of a new batch."""
         self.is_open, self.has_synced, self.refusal = True, False, None
 
 
-class BackwardListener(Protocol):
-    """The methods of the engine that a :class:`BackwardWatch` calls."""
+class FollowsBackwards(Protocol):
+    """The engine of a reducer."""
 
     def on_backward_start(self) -> None:
-        """Called when an outermost graph has begun, before it reaches a parameter."""
+        """An outermost graph has begun, and has reached no parameter yet."""
 
     def on_backward_end(self) -> None:
-        """Called when a graph has ended; first for a nested graph, if it has queued the callback too."""
+        """A graph has ended. One that is nested in another may tell of its end as well, and does so first."""
 
     def drop_unfinished(self) -> None:
-        """Called when no backward is running any more and one of them has raised."""
+        """Nothing runs any more of the backwards so far: what they left behind is of one that raised."""
 
 
 class BackwardWatch:
-    """Reports to the engine where backwards begin and end; see [Note: when a backward has ended]."""
+    """Reports to an engine where backwards begin and end; see [Note: the outermost graph]."""
 
-    def __init__(self, engine: BackwardListener) -> None:
-        self.engine = weakref.ref(engine)  # weak: its reducer refers to this object
-        self._outermost = NO_TASK  # torch's number of the running graph, if it began at known outputs
-        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards, alive while these run
+    def __init__(self, engine: FollowsBackwards) -> None:
+        self.engine = weakref.ref(engine)  # whose reducer has this object
+        self._outermost = NO_TASK  # torch's number of the graph that is under way, where outputs told of it
+        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
 
-    def reset(self) -> None:
-        """Called before a forward: the next backward is another one."""
+    def forget(self) -> None:
+        """A forward starts: the next backward is another."""
         self._outermost = NO_TASK
 
-    def watch(self, outputs: Any) -> None:
-        """Registers hooks on the tensors in a forward's outputs that a backward may start from."""
+    def look_at(self, outputs: Any) -> None:
+        """Finds the tensors in a forward's outputs that a backward may start from."""
         for output in backward_starts(outputs):
             output.register_hook(self._on_output_grad)
 
-    @property
-    def expects_end(self) -> bool:
-        """Whether a callback for the end of the running backward is queued already."""
+    def knows_outermost(self) -> bool:
+        """Whether the end of the backward that is under way is expected already."""
         return self._outermost != NO_TASK
 
     def expect_end(self) -> None:
-        """Reports the end of the innermost graph that is running now."""
+        """Reports the end of the backward that is running now (its innermost graph)."""
         self._queue(self._end)
 
     def _on_output_grad(self, grad: Tensor) -> None:
@@ -159,7 +157,8 @@ class BackwardWatch:
         engine = self.engine()
         if self._outermost == task or engine is None:
             return
-        # A graph that is not known yet needs a callback of its own. If no earlier backward is running, one has raised.
+        # Another graph than the last that was seen, and each needs an end. Where no backward is under way, what is left
+        # is of one that raised.
         if all(end() is None for end in self._ends):
             engine.drop_unfinished()
         engine.on_backward_start()
@@ -167,7 +166,7 @@ class BackwardWatch:
         self._queue(self._end_outermost)
 
     def _queue(self, end: Callable[[], None]) -> None:
-        # Only torch keeps the callback alive, so it is gone when that backward has ended, also in an exception.
+        # torch alone keeps the callback, so it is gone when that backward has ended, be it in an exception.
         self._ends = [known for known in self._ends if known() is not None]
         self._ends.append(weakref.ref(end))
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -182,12 +181,12 @@ class BackwardWatch:
 
 
 def backward_starts(outputs: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a forward's outputs, in containers and dataclasses too, that a backward may start from."""
+    """The tensors in a forward's outputs that a backward may start from; containers and dataclasses are looked into."""
     for leaf in tree_leaves(outputs):
-        # A hook on a tensor without a graph raises; on a leaf it runs for the leaf's own gradient, which comes last.
+        # A hook on a tensor without a graph raises, or (on a leaf) tells of its own gradient, which comes last.
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             yield leaf
-        # For torch's pytree a dataclass is a leaf. Without its tensors a backward would seem to end with the inner
-        # graph of a checkpoint.
+        # torch's pytree takes a dataclass for a leaf. Missed, its backward would seem to end with a checkpoint's inner
+        # one.
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from backward_starts([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -185,7 +185,7 @@ def test_what_a_failed_backward_left_on_the_device_is_aborted(how: str) -> None:
         if how == "close":
             model.close()
         else:
-            model.engine.use_for_checkpoints(device)
+            model.engine.save_over(device)
         assert device.num_aborts == 1
 
     run_ranks(2, run)

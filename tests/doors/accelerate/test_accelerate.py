@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from tests.support.comparison import assert_equal
 
+from ..accelerate_comparison import both_modes
 from ..accelerate_loops import Run, Worlds, adamw, groups, sgd, train, weights_of
+from ..fits import AwkwardNet, loader
 from ..matrix import MODES
-
-both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 LOOPS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -66,9 +66,6 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_both(
 
 def train_16_bit_by_hand(epochs: int) -> Run:
     """The obvious way: bf16 weights for forward and backward, an fp32 copy of each for the optimizer."""
-    from ..fabric_loops import AwkwardNet
-    from ..fits import loader
-
     net = AwkwardNet().bfloat16()
     weights = [param for param in net.parameters() if param.requires_grad]
     for param in weights:

@@ -15,14 +15,13 @@ from tests.support.comparison import assert_equal
 from tests.support.ports import free_port
 
 from ..accelerate_loops import Worlds, adamw, make_accelerator
+from ..fits import AwkwardNet
 from ..python_processes import run_pythons
 from ..rank_processes import Failure
 
 
 def save_on_main(folder: Path) -> list[float]:
     """Saves without the other rank after each step, at the end with it; returns the losses."""
-    from ..fabric_loops import AwkwardNet
-
     accelerator = make_accelerator("megatron_ddp", {"use_distributed_optimizer": False})
     net = AwkwardNet().bfloat16()
     model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
@@ -54,8 +53,6 @@ def test_the_main_process_saves_without_the_others_what_is_whole(worlds: Worlds,
 
 def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tuple[str, float]:
     """The message, and after how long it came."""
-    from ..fabric_loops import AwkwardNet
-
     accelerator = make_accelerator("megatron_ddp", plugin)
     net = AwkwardNet()
     model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
@@ -104,8 +101,6 @@ def test_the_main_process_that_saves_a_sharded_optimizer_without_the_others_is_t
 
 
 def die_meanwhile(folder: Path) -> None:
-    from ..fabric_loops import AwkwardNet
-
     accelerator = make_accelerator("megatron_ddp")
     alive = os.open(folder.with_name("alive"), os.O_RDWR | os.O_CREAT)  # a number: nobody closes it before the process
     if not accelerator.is_main_process:

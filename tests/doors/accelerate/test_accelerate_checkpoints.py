@@ -17,11 +17,12 @@ from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
 from megastrategy.core import OpenDirectory
 from tests.support.comparison import assert_equal
 
+from ..accelerate_comparison import both_modes
 from ..accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of
+from ..fits import AwkwardNet, loader
 from ..matrix import MODES
 from ..rank_processes import Failure
 
-both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 SAVED_AFTER = 4  # of 7 batches, two a step: what is accumulated in mid-window is in no checkpoint
 
 
@@ -53,9 +54,6 @@ def train_from(
 ) -> Run:
     """An epoch, saved in the middle, or loaded and finished from there; ``losses`` are of what was trained."""
     from torch.nn import functional as F
-
-    from ..fabric_loops import AwkwardNet
-    from ..fits import loader
 
     accelerator = make_accelerator(name, plugin, gradient_accumulation_steps=2, **options)
     net = AwkwardNet(None if load is None else 100).to(dtype)
@@ -294,8 +292,6 @@ def test_fp16s_scale_is_saved(worlds: Worlds, tmp_path: Path) -> None:
 
 def save_everything(folder: Path) -> dict[str, Tensor]:
     """Weights by every way that leads out of the Accelerator."""
-    from ..fabric_loops import AwkwardNet
-
     accelerator = make_accelerator("megatron_ddp")
     net = AwkwardNet()
     model, _ = accelerator.prepare(net, adamw(net.parameters()))
@@ -328,8 +324,6 @@ def test_saved_weights_are_complete_and_no_larger_than_they_are(worlds: Worlds, 
 
 def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], list[list[str]], list[Tensor]]:
     """As diffusers does: a hook saves the weights in its own way, and takes them from what accelerate would save."""
-    from ..fabric_loops import AwkwardNet
-
     accelerator = make_accelerator("megatron_ddp", plugin)
     nets = [AwkwardNet(1), AwkwardNet(2)]
     models = [accelerator.prepare(net) for net in nets]
@@ -372,8 +366,6 @@ def test_hooks_see_the_users_modules_and_may_save_them_themselves(worlds: Worlds
 def save_twice(project: Path) -> list[str]:
     from accelerate.utils import ProjectConfiguration
 
-    from ..fabric_loops import AwkwardNet
-
     configuration = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded"}, project_config=configuration)
     net = AwkwardNet()
@@ -406,8 +398,6 @@ def save_on_each_node(folder: Path) -> dict[str, Any]:
     import os
 
     from accelerate.utils import ProjectConfiguration
-
-    from ..fabric_loops import AwkwardNet
 
     configuration = ProjectConfiguration(save_on_each_node=True)
     accelerator = make_accelerator("megatron_ddp", project_config=configuration)

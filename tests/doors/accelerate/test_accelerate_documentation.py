@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.comparison import assert_equal
 
+from ..accelerate_comparison import both_modes
 from ..accelerate_loops import Worlds, make_accelerator, weights_of
-from ..matrix import MODES
 
-both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 NUM_SAMPLES = 30  # 8 batches of 4, the last one short: 4 a rank, and the last one filled up
 
 
@@ -36,7 +35,7 @@ def make_model(seed: int = 7) -> nn.Module:
 
 
 def start(name: str, mode: dict[str, Any], **options: Any) -> Any:
-    return make_accelerator(name, mode if name == "megatron_ddp" else None, find_unused=False, **options)
+    return make_accelerator(name, mode, find_unused=False, **options)
 
 
 def gradient_accumulation(name: str, mode: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..accelerate_comparison import assert_like_ddp, both_modes, grads_of, inputs, net_of, with_mode
+from ..accelerate_comparison import assert_like_ddp, both_modes, grads_of, inputs, net_of, set_up
 from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, train, weights_of
 
 # --- synchronisation -------------------------------------------------------------------------------------------------
@@ -20,20 +21,19 @@ from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_
 
 def trigger(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor | None]]:
     """The example of ``trigger_sync_in_backward``, at which torch DDP raises if it looks for unused parameters."""
-    accelerator = make_accelerator(name, with_mode(name, mode), find_unused=False)
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    trainee = set_up(name, mode, find_unused=False)
+    accelerator, model = trainee.accelerator, trainee.model
     with accelerator.no_sync(model):
         loss_a = model(inputs(accelerator, 1)).square().mean()
         loss_b = model(inputs(accelerator, 2)).square().mean()
     accelerator.backward(loss_a)
-    local = net[0].bias.grad.clone()
+    local = trainee.net[0].bias.grad.clone()
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss_b)
     assert model.require_backward_grad_sync
     grads = grads_of(model)
-    optimizer.step()
-    return [{"local": local}, grads, dict(weights_of(net))]
+    trainee.optimizer.step()
+    return [{"local": local}, grads, dict(weights_of(trainee.net))]
 
 
 @both_modes
@@ -43,19 +43,13 @@ def test_a_backward_can_be_synchronised_after_its_forward(worlds: Worlds, mode: 
 
 
 def accumulate_by_hand(name: str, mode: dict[str, Any]) -> Run:
-    accelerator = make_accelerator(name, with_mode(name, mode))
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    run = Run({})
+    trainee, run = set_up(name, mode, adamw), Run({})
     for step in range(3):
-        with accelerator.no_sync(model):
-            accelerator.backward(model(inputs(accelerator, 2 * step)).square().mean())
-        loss = model(inputs(accelerator, 2 * step + 1)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.losses.append(loss.item())
-    run.weights, run.state = weights_of(net), state_of(accelerator, optimizer)
+        with trainee.accelerator.no_sync(trainee.model):
+            trainee.backward(2 * step)
+        run.losses.append(trainee.backward(2 * step + 1))
+        trainee.step()
+    run.weights, run.state = weights_of(trainee.net), state_of(trainee.accelerator, trainee.optimizer)
     return run
 
 
@@ -63,7 +57,7 @@ def synchronise_each_batch(name: str, mode: dict[str, Any]) -> Run:
     from accelerate.utils import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
-    return train(name, with_mode(name, mode), gradient_accumulation_plugin=plugin, make_optimizer=sgd, epochs=1)
+    return train(name, mode, gradient_accumulation_plugin=plugin, make_optimizer=sgd, epochs=1)
 
 
 @both_modes
@@ -77,7 +71,7 @@ def test_accumulation(worlds: Worlds, job: Callable[..., Any], mode: dict[str, A
 
 def train_two_models(name: str, mode: dict[str, Any], kind: str) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Two models, each with an optimizer, and clipping over parts of either."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
+    accelerator = make_accelerator(name, mode)
     nets = net_of(1), net_of(2, width=7)
     inner = [sgd(net.parameters()) for net in nets]
     first, second, *optimizers = accelerator.prepare(*nets, *inner)
@@ -119,7 +113,7 @@ def test_clipping_any_parameters_of_several_models(worlds: Worlds, mode: dict[st
 
 def accumulate_two(name: str, mode: dict[str, Any]) -> tuple[list[bool], list[dict[str, Tensor]]]:
     """Seven batches of both models in windows of three, of which the last is short."""
-    accelerator = make_accelerator(name, with_mode(name, mode), gradient_accumulation_steps=3)
+    accelerator = make_accelerator(name, mode, gradient_accumulation_steps=3)
     nets = net_of(1), net_of(2)
     samples = torch.randn(26, 5, generator=torch.Generator().manual_seed(4))
     inner = [adamw(net.parameters()) for net in nets]
@@ -143,14 +137,13 @@ def test_two_models_accumulate_together(worlds: Worlds, mode: dict[str, Any]) ->
 
 def clip_what_was_not_sent() -> tuple[float, float]:
     """All backwards under ``no_sync``: clipping reduces before it looks, as a step would."""
-    accelerator = make_accelerator("megatron_ddp")
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
-    accelerator.backward(model(inputs(accelerator)).square().mean())
+    trainee = set_up("megatron_ddp")
+    accelerator, model = trainee.accelerator, trainee.model
+    trainee.backward()
     expected = accelerator.clip_grad_norm_(model.parameters(), 1e6).item()
-    optimizer.zero_grad()
+    trainee.optimizer.zero_grad()
     with accelerator.no_sync(model):
-        accelerator.backward(model(inputs(accelerator)).square().mean())
+        trainee.backward()
     return accelerator.clip_grad_norm_(model.parameters(), 1e6).item(), expected
 
 
@@ -211,20 +204,14 @@ def test_gradients_that_each_rank_has_by_itself_are_clipped_by_one_norm(worlds: 
 
 def go_on_with_its_own(name: str, mode: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The state of the table that a rank has saved, and weights after it has loaded it again, and trained on."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
-    module = HasItsOwn(accelerator.process_index)
-    model, optimizer = accelerator.prepare(module, adamw(module.parameters()))
-    saved: dict[str, Tensor] = {}
-    for step in range(4):
-        if step == 2:
-            state = copy.deepcopy(optimizer.state_dict())
-            number = [param is module.table for param in module.parameters()].index(True)
-            saved = {name: value.clone() for name, value in state["state"][number].items()}
-            optimizer.load_state_dict(state)
-        optimizer.zero_grad()
-        accelerator.backward(model(inputs(accelerator, step)).square().mean())
-        optimizer.step()
-    return saved, weights_of(module)
+    module = HasItsOwn(int(os.environ["RANK"]))
+    trainee = set_up(name, mode, adamw, net=module)
+    trainee.train(0, 1)
+    state = copy.deepcopy(trainee.optimizer.state_dict())
+    number = [param is module.table for param in module.parameters()].index(True)
+    saved = {name: value.clone() for name, value in state["state"][number].items()}
+    trainee.optimizer.load_state_dict(state)
+    return saved, trainee.train(2, 3)
 
 
 @both_modes
@@ -235,7 +222,7 @@ def test_a_rank_goes_on_with_the_state_of_its_own_table(worlds: Worlds, mode: di
 
 def schedule_two(name: str, mode: dict[str, Any]) -> tuple[list[float], bool]:
     """fp16: the first model's step is skipped, and with it its scheduler, not the other's."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
+    accelerator = make_accelerator(name, mode)
     accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=8.0), True
     nets = net_of(1), net_of(2)
     inner = [sgd(net.parameters()) for net in nets]
@@ -261,18 +248,15 @@ def test_a_scheduler_waits_for_its_own_optimizer(worlds: Worlds, mode: dict[str,
 
 def clip_each_microbatch(name: str, mode: dict[str, Any]) -> dict[str, Tensor]:
     """Without asking ``sync_gradients``: within a window each rank clips its own."""
-    accelerator = make_accelerator(name, with_mode(name, mode), gradient_accumulation_steps=3)
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    trainee = set_up(name, mode, gradient_accumulation_steps=3)
     for step in range(6):
-        with accelerator.accumulate(model):
-            accelerator.backward((step + 1) * model(inputs(accelerator)).square().mean())
+        with trainee.accelerator.accumulate(trainee.model):
+            trainee.backward(factor=step + 1)
             if step % 3 < 2:
-                accelerator.clip_grad_norm_(model.parameters(), 0.01)
-                accelerator.clip_grad_value_(model.parameters(), 0.004)
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights_of(net)
+                trainee.accelerator.clip_grad_norm_(trainee.model.parameters(), 0.01)
+                trainee.accelerator.clip_grad_value_(trainee.model.parameters(), 0.004)
+            trainee.step()
+    return weights_of(trainee.net)
 
 
 @both_modes

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from megastrategy.core import DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
+from ..accelerate_comparison import Trainee, assert_like_ddp, both_modes, inputs, net_of, set_up
 from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, weights_of
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -149,58 +149,43 @@ def train_compiled(name: str, mode: dict[str, Any], regional: bool) -> Any:
     from accelerate.utils import TorchDynamoPlugin
 
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
-    accelerator = make_accelerator(name, with_mode(name, mode), dynamo_plugin=plugin, gradient_accumulation_steps=2)
     torch.manual_seed(3)
-    net = Blocks()
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    options = {"dynamo_plugin": plugin, "gradient_accumulation_steps": 2}
+    trainee, run = set_up(name, mode, adamw, net=Blocks(), **options), Run({})
+    accelerator, model = trainee.accelerator, trainee.model
     assert accelerator.prepare(model) is model
-    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is trainee.net
     compiled = [kind.__name__ for kind in map(type, model.modules())].count("OptimizedModule")
     assert compiled == (4 if regional else 1), "three blocks and the head"
-    run = Run({})
     for step in range(4):
         with accelerator.accumulate(model):
-            loss = model(inputs(accelerator, step)).square().mean()
-            accelerator.backward(loss)
+            run.losses.append(trainee.backward(step))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1e3)
-            optimizer.step()
-            optimizer.zero_grad()
-        run.losses.append(loss.item())
-    run.weights, run.state = weights_of(net), state_of(accelerator, optimizer)
+            trainee.step()
+    run.weights, run.state = weights_of(trainee.net), state_of(accelerator, trainee.optimizer)
     torch._dynamo.reset()
     return run
 
 
-def train_whole_compiled(name: str, mode: dict[str, Any]) -> Any:
-    return train_compiled(name, mode, False)
-
-
-def train_regions_compiled(name: str, mode: dict[str, Any]) -> Any:
-    return train_compiled(name, mode, True)
-
-
 @pytest.mark.long
 @both_modes
-@pytest.mark.parametrize("job", [train_whole_compiled, train_regions_compiled])
-def test_compiled_models(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any]) -> None:
-    assert_like_ddp(worlds, job, mode)
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_models(worlds: Worlds, regional: bool, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, train_compiled, mode, 0.0, regional)
 
 
 def load_after_prepare(mode: dict[str, Any]) -> None:
     """Weights that are loaded into the module are what training goes on from, and not the main params of before."""
-    accelerator = make_accelerator("megatron_ddp", mode)
-    net = Named().bfloat16()
-    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
-    accelerator.backward(model(inputs(accelerator).bfloat16()).float().square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
+    trainee = set_up("megatron_ddp", mode, net=Named().bfloat16())
+    net = trainee.net
+    trainee.train(0)
     loaded = {name: torch.full_like(value, 0.75) for name, value in net.state_dict().items()}
-    accelerator.unwrap_model(model).load_state_dict(loaded)
-    accelerator.backward(model(inputs(accelerator).bfloat16()).float().sum() * 0.0)
-    for group in optimizer.param_groups:
+    trainee.accelerator.unwrap_model(trainee.model).load_state_dict(loaded)
+    trainee.backward(factor=0.0)
+    for group in trainee.optimizer.param_groups:
         group["momentum"] = 0.0
-    optimizer.step()
+    trainee.optimizer.step()
     assert_equal(weights_of(net), loaded)
 
 
@@ -214,23 +199,19 @@ def test_weights_loaded_after_prepare_are_kept(worlds: Worlds, mode: dict[str, A
 
 def train_again(mode: dict[str, Any]) -> list[dict[str, Tensor]]:
     """A second training of the same module, as a second Trainer starts it, and then with memory given back."""
-    accelerator = make_accelerator("megatron_ddp", mode)
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    accelerator.backward(model(inputs(accelerator)).square().mean())
-    optimizer.step()
+    trainee = set_up("megatron_ddp", mode, adamw)
+    accelerator, model, net = trainee.accelerator, trainee.model, trainee.net
+    trainee.train(0)
     accelerator.free_memory()
     assert accelerator._models == accelerator._optimizers == []
     net[0].bias.data.add_(accelerator.process_index)  # the main process's reach the others when it is prepared
-    again, optimizer = accelerator.prepare(net, sgd(net.parameters()))
-    assert again is model, "the live engine is used again"
+    trainee = Trainee(accelerator, net, *accelerator.prepare(net, sgd(net.parameters())))
+    assert trainee.model is model, "the live engine is used again"
     assert accelerator._models == [net]
-    accelerator.backward(again(inputs(accelerator, 1)).square().mean())
-    optimizer.step()
-    weights = weights_of(net)
+    weights = trainee.train(1)
     gone = weakref.ref(model)
-    model, again, optimizer = accelerator.free_memory(model, again, optimizer)
-    del net
+    model, trainee.model, trainee.optimizer = accelerator.free_memory(model, trainee.model, trainee.optimizer)
+    del net, trainee
     gc.collect()
     assert gone() is None
     # an optimizer and a model that were made outside of what is tried again
@@ -238,19 +219,12 @@ def train_again(mode: dict[str, Any]) -> list[dict[str, Tensor]]:
     inner = adamw(net.parameters())
     for _ in range(2):
         accelerator.free_memory()
-        model, optimizer = accelerator.prepare(net, inner)
-        accelerator.backward(model(inputs(accelerator)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        del model, optimizer
+        Trainee(accelerator, net, *accelerator.prepare(net, inner)).train(0)
     # a module that changed gets another engine
     net.double()
     accelerator.free_memory()
     model = accelerator.prepare(net)
-    optimizer = accelerator.prepare(sgd(net.parameters()))
-    accelerator.backward(model(inputs(accelerator).double()).square().mean())
-    optimizer.step()
-    return [weights, weights_of(net)]
+    return [weights, Trainee(accelerator, net, model, accelerator.prepare(sgd(net.parameters()))).train(0)]
 
 
 @both_modes
@@ -265,7 +239,7 @@ def test_training_again(worlds: Worlds, mode: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
     """What accelerate's own does on GPUs alone."""
-    if isinstance(accelerator, accelerator_class()):
+    if type(accelerator).__module__ == "megastrategy.accelerate":
         with accelerator.join_uneven_inputs([model], even_batches=False):
             yield
         return
@@ -277,31 +251,21 @@ def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
     data.batch_sampler.even_batches = True
 
 
-def accelerator_class() -> type:
-    from megastrategy.accelerate import Accelerator
-
-    return Accelerator
-
-
 def evaluate_unevenly(name: str, mode: dict[str, Any], enters: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """As pytorch-accelerated does it after every epoch: one batch for two ranks, and buffers that differ until then."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    samples = DataLoader(torch.arange(10.0).reshape(2, 5), batch_size=2)
-    model, optimizer, data = accelerator.prepare(net, sgd(net.parameters()), samples)
-    outputs = []
+    trainee = set_up(name, mode, net=nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    accelerator, model, outputs = trainee.accelerator, trainee.model, []
+    data = accelerator.prepare(DataLoader(torch.arange(10.0).reshape(2, 5), batch_size=2))
     for step in range(3):
         model.train()
-        accelerator.backward(model(inputs(accelerator, step)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        trainee.train(step)
         model.eval()
         grad = torch.no_grad() if enters == "no_grad" else contextlib.nullcontext()
         with accelerator.no_sync(model), uneven_inputs(accelerator, model, data), grad:
             outputs += [model(batch).detach() for batch in data]
     assert data.batch_sampler.even_batches, "as it was before"
-    return outputs, weights_of(net)
+    return outputs, weights_of(trainee.net)
 
 
 @both_modes

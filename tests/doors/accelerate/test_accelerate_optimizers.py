@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megastrategy.core.errors import ReducedGradError
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
+from ..accelerate_comparison import Trainee, assert_like_ddp, both_modes, inputs, net_of, set_up
 from ..accelerate_loops import Worlds, adamw, make_accelerator, sgd, state_of, weights_of
 from ..matrix import MODES
 
@@ -80,18 +80,13 @@ def schedule_free(params: Any) -> torch.optim.Optimizer:
 
 def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Weights in both modes; the optimizer begins in evaluation."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, schedule_free(net.parameters()))
-    seen = []
+    trainee, seen = set_up(name, mode, schedule_free), []
     for step in range(3):
-        optimizer.train()
-        seen.append(weights_of(net))
-        accelerator.backward(model(inputs(accelerator, step)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.eval()
-        seen.append(weights_of(net))
+        trainee.optimizer.train()
+        seen.append(weights_of(trainee.net))
+        trainee.train(step)
+        trainee.optimizer.eval()
+        seen.append(weights_of(trainee.net))
     return seen
 
 
@@ -104,7 +99,7 @@ def test_schedule_free_optimizers_have_the_modes_of_torch_ddp(worlds: Worlds, mo
 
 
 def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
-    accelerator = make_accelerator(name, with_mode(name, mode))
+    accelerator = make_accelerator(name, mode)
     nets = net_of(1), net_of(2)
     first, second, optimizer = accelerator.prepare(*nets, adamw([*nets[0].parameters(), *nets[1].parameters()]))
     accelerator.backward((first(inputs(accelerator)) - second(inputs(accelerator))).square().mean())
@@ -122,7 +117,7 @@ def test_one_optimizer_of_two_models_without_sharding(worlds: Worlds) -> None:
 
 def train_strangers(name: str, mode: dict[str, Any], prepare: str) -> list[dict[str, Tensor]]:
     """As sentence-transformers does: the optimizer has the loss's parameters too, a head and a guide."""
-    accelerator = make_accelerator(name, with_mode(name, mode))
+    accelerator = make_accelerator(name, mode)
     net, head, guide = net_of(1), nn.Linear(3, 2), nn.Linear(2, 2)
     with torch.no_grad():
         for param in itertools.chain(head.parameters(), guide.parameters()):
@@ -179,44 +174,39 @@ def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
 # --- options that are set after prepare ------------------------------------------------------------------------------
 
 
-def weight_decay_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
-    optimizer.param_groups[0]["weight_decay"] = 0.1
+def weight_decay_is_set(trainee: Trainee, folder: str) -> None:
+    trainee.optimizer.param_groups[0]["weight_decay"] = 0.1
 
 
-def maximize_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
-    optimizer.param_groups[0]["maximize"] = True
+def maximize_is_set(trainee: Trainee, folder: str) -> None:
+    trainee.optimizer.param_groups[0]["maximize"] = True
 
 
-def a_group_is_added(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
-    last = list(net.parameters())[-1]
-    optimizer.add_param_group({"params": [last], "weight_decay": 0.2, "maximize": True})
+def a_group_is_added(trainee: Trainee, folder: str) -> None:
+    last = list(trainee.net.parameters())[-1]
+    trainee.optimizer.add_param_group({"params": [last], "weight_decay": 0.2, "maximize": True})
 
 
-def a_state_is_loaded(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+def a_state_is_loaded(trainee: Trainee, folder: str) -> None:
     """One that was saved with other options."""
-    before = optimizer.param_groups[0]["weight_decay"]
-    optimizer.param_groups[0]["weight_decay"] = 0.1
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-    optimizer.param_groups[0]["weight_decay"] = before
-    accelerator.load_state(folder)
+    [group] = trainee.optimizer.param_groups
+    before, group["weight_decay"] = group["weight_decay"], 0.1
+    trainee.accelerator.save_state(folder)
+    trainee.accelerator.wait_for_everyone()
+    trainee.optimizer.param_groups[0]["weight_decay"] = before
+    trainee.accelerator.load_state(folder)
 
 
 def train_with_options_set_later(
-    name: str, mode: dict[str, Any], folder: str, set_later: Callable[[Any, Any, nn.Module, str], None]
+    name: str, mode: dict[str, Any], folder: str, set_later: Callable[[Trainee, str], None]
 ) -> dict[str, Tensor]:
-    """The same model and optimizer are prepared twice, as by a second Trainer, before options change."""
-    accelerator = make_accelerator(name, with_mode(name, mode), find_unused=False)
-    net = net_of()
-    inner = torch.optim.AdamW(list(net.parameters())[:-1], lr=0.01, weight_decay=0.0)
-    model, optimizer = accelerator.prepare(net, inner)
-    for step in range(4):
-        if step == 2:
-            set_later(accelerator, optimizer, net, f"{folder}/{name}")
-        optimizer.zero_grad()
-        accelerator.backward(model(inputs(accelerator, step)).square().mean())
-        optimizer.step()
-    return weights_of(net)
+    def all_but_the_last(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(params)[:-1], lr=0.01, weight_decay=0.0)
+
+    trainee = set_up(name, mode, all_but_the_last, find_unused=False)
+    trainee.train(0, 1)
+    set_later(trainee, f"{folder}/{name}")
+    return trainee.train(2, 3)
 
 
 @both_modes
@@ -234,12 +224,10 @@ def test_options_may_change_after_prepare(
 def copy_a_prepared_optimizer() -> None:
     from megastrategy.accelerate.prepared_model import PREPARED
 
-    accelerator = make_accelerator("megatron_ddp")
-    net = net_of()
-    inner = adamw(net.parameters())
-    _, optimizer = accelerator.prepare(net, inner)
-    assert PREPARED.sharded(inner) is optimizer.optimizer
-    assert PREPARED.sharded(copy.deepcopy(inner)) is None
+    trainee = set_up("megatron_ddp")
+    sharded = trainee.optimizer.optimizer
+    assert PREPARED.sharded(sharded.optimizer) is sharded
+    assert PREPARED.sharded(copy.deepcopy(sharded.optimizer)) is None
 
 
 def test_a_copy_of_a_prepared_optimizer_was_not_prepared(worlds: Worlds) -> None:

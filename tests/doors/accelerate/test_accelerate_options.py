@@ -14,7 +14,7 @@ import pytest
 
 from megastrategy import DistributedDataParallelConfig
 
-from ..accelerate_comparison import assert_like_ddp, with_mode
+from ..accelerate_comparison import assert_like_ddp
 from ..accelerate_loops import Worlds, make_accelerator
 
 
@@ -93,7 +93,7 @@ def test_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
 
 
 def report(name: str, mode: dict[str, Any]) -> tuple[str, str]:
-    accelerator = make_accelerator(name, with_mode(name, mode), mixed_precision="bf16")
+    accelerator = make_accelerator(name, mode, mixed_precision="bf16")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         accelerator.print("said", accelerator.process_index)

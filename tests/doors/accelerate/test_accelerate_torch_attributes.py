@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy.core.torch_ddp_surface import DDP_ATTRIBUTES, REDUCER_ATTRIBUTES, UNUSED_DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import both_modes, inputs, net_of, with_mode
+from ..accelerate_comparison import both_modes, inputs, net_of
 from ..accelerate_loops import Worlds, make_accelerator, sgd, weights_of
 
 THE_ENGINES_OWN = {"device", "reducer", "require_backward_grad_sync", "require_forward_param_sync"}
@@ -148,7 +148,7 @@ class Counting(nn.Module):
 
 
 def switch_buffers(name: str, mode: dict[str, Any]) -> list[tuple[bool, float]]:
-    accelerator = make_accelerator(name, with_mode(name, mode))
+    accelerator = make_accelerator(name, mode)
     torch.manual_seed(0)
     net = Counting(accelerator.process_index + 1)
     model = accelerator.prepare(net)
@@ -186,7 +186,7 @@ def test_whether_the_next_forward_broadcasts_buffers_is_seen_and_set(worlds: Wor
 def train_with_a_cache(name: str, mode: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
     """Gradients of a contrastive loss, cached, and the forwards once more inside of its backward: as
     sentence-transformers' ``gradcache`` does it, with the attributes that it asks for."""
-    accelerator = make_accelerator(name, with_mode(name, mode), gradient_accumulation_steps=accumulate)
+    accelerator = make_accelerator(name, mode, gradient_accumulation_steps=accumulate)
     net = net_of()
     model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
 

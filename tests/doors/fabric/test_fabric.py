@@ -13,8 +13,21 @@ from torch.nn import functional as F
 
 from tests.support.comparison import assert_equal
 
-from ..fabric_comparison import CLIP_NORM, CLIP_VALUE, assert_like_ddp, both_modes
-from ..fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of, train, windows
+from ..fabric_loops import (
+    CLIP_NORM,
+    CLIP_VALUE,
+    AwkwardNet,
+    Loop,
+    adamw,
+    assert_like_ddp,
+    both_modes,
+    make_data,
+    make_fabric,
+    set_up,
+    sgd,
+    train,
+    windows,
+)
 from ..fits import weights_of
 from ..rank_processes import Failure, Ranks
 
@@ -32,20 +45,15 @@ def test_gradients_may_be_zeroed_through_the_model_or_the_raw_module(
 
 def drop_gradients(name: str, strategy_options: dict[str, Any], between: bool) -> Loop:
     """Every second gradient is dropped without a step, which only the optimizer's zero_grad can say."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    losses = []
-    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+    trainee = set_up(name, strategy_options)
+    for number, batch in enumerate(make_data(trainee.fabric)):
         dropped = number % 2 == 0
-        with fabric.no_backward_sync(model, enabled=dropped and between):
-            loss = F.cross_entropy(model(features, tokens), targets)
-            fabric.backward(loss)
-        losses.append(loss.item())
+        with trainee.fabric.no_backward_sync(trainee.model, enabled=dropped and between):
+            trainee.backward(batch)
         if not dropped:
-            optimizer.step()
-        optimizer.zero_grad()
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+            trainee.optimizer.step()
+        trainee.optimizer.zero_grad()
+    return trainee.end()
 
 
 @both_modes
@@ -56,16 +64,12 @@ def test_gradients_may_be_dropped_without_a_step(ranks: Ranks, options: dict[str
 
 def local_gradients(name: str, strategy_options: dict[str, Any]) -> list[dict[str, Tensor]]:
     """What ``.grad`` holds after one and after two backwards that are not synchronised."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, _ = fabric.setup(net, sgd(net.parameters()))
+    trainee = set_up(name, strategy_options)
     seen = []
-    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
-        if number == 2:
-            break
-        with fabric.no_backward_sync(model):
-            F.cross_entropy(model(features, tokens), targets).backward()
-        seen.append({key: p.grad.clone() for key, p in net.named_parameters() if p.grad is not None})
+    for batch in itertools.islice(make_data(trainee.fabric), 2):
+        with trainee.fabric.no_backward_sync(trainee.model):
+            trainee.backward(batch)
+        seen.append({key: p.grad.clone() for key, p in trainee.net.named_parameters() if p.grad is not None})
     return seen
 
 
@@ -92,18 +96,14 @@ def test_no_backward_sync_needs_a_model_of_this_strategy(ranks: Ranks) -> None:
 
 def several_backwards(name: str, strategy_options: dict[str, Any]) -> Loop:
     """Two synchronised backwards before each of three steps, by ``loss.backward()``, which fp32 allows in Fabric."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    losses = []
-    for features, tokens, targets in itertools.islice(make_data(fabric), 3):
+    trainee = set_up(name, strategy_options)
+    for features, tokens, targets in itertools.islice(make_data(trainee.fabric), 3):
         for use_side in (False, True):
-            loss = F.cross_entropy(model(features, tokens, use_side), targets)
+            loss = F.cross_entropy(trainee.model(features, tokens, use_side), targets)
             loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+            trainee.losses.append(loss.item())
+        trainee.step()
+    return trainee.end()
 
 
 @both_modes
@@ -114,26 +114,23 @@ def test_several_synchronised_backwards_before_a_step(ranks: Ranks, options: dic
 
 def failing_backwards(name: str, strategy_options: dict[str, Any], fails: bool, forward_again: bool) -> Any:
     """In the second of three steps backward fails half-way, on both ranks, and is tried again."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    losses = []
-    for number, (features, tokens, targets) in enumerate(itertools.islice(make_data(fabric), 3)):
-        loss = F.cross_entropy(model(features, tokens), targets)
+    trainee = set_up(name, strategy_options)
+    net: Any = trainee.net
+    for number, (features, tokens, targets) in enumerate(itertools.islice(make_data(trainee.fabric), 3)):
+        loss = F.cross_entropy(trainee.model(features, tokens), targets)
         if fails and number == 1:
             hook = net.inputs.weight.register_hook(raise_on_purpose)  # the gradients of all others are there by then
             with pytest.raises(ZeroDivisionError):
-                fabric.backward(loss, retain_graph=not forward_again)
+                trainee.fabric.backward(loss, retain_graph=not forward_again)
             hook.remove()
-            optimizer.zero_grad()
+            trainee.optimizer.zero_grad()
             if forward_again:
                 net.norm.reset_running_stats()
-                loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {key: value for key, value in weights_of(net).items() if not key.startswith("norm.")}
+                loss = F.cross_entropy(trainee.model(features, tokens), targets)
+        trainee.fabric.backward(loss)
+        trainee.step()
+        trainee.losses.append(loss.item())
+    return trainee.losses, {key: value for key, value in weights_of(net).items() if not key.startswith("norm.")}
 
 
 def raise_on_purpose(grad: Tensor) -> Tensor:
@@ -151,11 +148,9 @@ def test_a_backward_that_is_tried_again_after_an_error(
 
 
 def reduced_gradients(name: str, strategy_options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    features, tokens, targets = next(iter(make_data(fabric)))
-    fabric.backward(F.cross_entropy(model(features, tokens, False), targets))
+    trainee = set_up(name, strategy_options)
+    fabric, net = trainee.fabric, trainee.net
+    trainee.backward(next(iter(make_data(fabric))), use_side=False)
     trained = [(key, param) for key, param in net.named_parameters() if param.requires_grad]
     if name == "ddp":
         grads = {key: param.grad for key, param in trained if param.grad is not None}
@@ -163,7 +158,7 @@ def reduced_gradients(name: str, strategy_options: dict[str, Any]) -> tuple[dict
     full = {key: fabric.strategy.full_grad(param) for key, param in trained}
     with pytest.raises(ValueError, match=r"shape \(13, 13\) is not a trainable parameter"):
         fabric.strategy.full_grad(net.frozen.weight)
-    return {key: grad for key, grad in full.items() if grad is not None}, optimizer.grad_norm().item()
+    return {key: grad for key, grad in full.items() if grad is not None}, trainee.optimizer.grad_norm().item()
 
 
 @both_modes
@@ -197,16 +192,15 @@ def test_clipping_by_other_norms(ranks: Ranks, options: dict[str, Any], norm_typ
 
 def clip_nonfinite(name: str, strategy_options: dict[str, Any], raises: bool) -> list[float]:
     """The first gradient is infinite on rank 1 alone."""
-    fabric = make_fabric(name, strategy_options)
-    net = nn.Linear(3, 5)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    trainee = set_up(name, strategy_options, net=nn.Linear(3, 5))
     x = torch.ones(2, 3)
-    x[0, 0] = float("inf") if fabric.global_rank == 1 else 1.0
-    fabric.backward(model(x).sum())
+    x[0, 0] = float("inf") if trainee.fabric.global_rank == 1 else 1.0
+    trainee.fabric.backward(trainee.model(x).sum())
     if not raises:
-        return [fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).item()]
+        trainee.clip(max_norm=1.0, error_if_nonfinite=False)
+        return trainee.norms
     with pytest.raises(RuntimeError, match=r"cannot be clipped|non-finite"):
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        trainee.clip(max_norm=1.0)
     return []
 
 
@@ -220,16 +214,10 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks_or_on_none(
 
 def clip_with_the_users_own_optimizer(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]) -> Loop:
     """Fabric allows both; with gradients in shards, the user's own would find nothing to clip."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    own = sgd(net.parameters())
-    model, optimizer = fabric.setup(net, own)
-    for features, tokens, targets in make_data(fabric):
-        fabric.backward(F.cross_entropy(model(features, tokens), targets))
-        fabric.clip_gradients(model, own, **clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Loop(weights_of(net), [], [], state_of(fabric, optimizer))
+    trainee = set_up(name, strategy_options)
+    own = trainee.optimizer.optimizer
+    own = own.optimizer if name != "ddp" else own
+    return trainee.train(before_step=lambda: trainee.fabric.clip_gradients(trainee.model, own, **clip))
 
 
 @both_modes
@@ -253,26 +241,22 @@ def compiled(module: nn.Module) -> nn.Module:
 
 def train_by_methods(name: str, strategy_options: dict[str, Any]) -> Loop:
     """The loss is a method of the model; attributes are reached through the wrapper."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    features, tokens, targets = next(iter(make_data(fabric)))
+    trainee = set_up(name, strategy_options)
+    model, net = trainee.model, trainee.net
     with pytest.raises(RuntimeError, match="mark_forward_method"):
-        model.loss(features, tokens, targets)
+        model.loss(*next(iter(make_data(trainee.fabric))))
     model.mark_forward_method("loss")
-    losses = []
-    for features, tokens, targets in make_data(fabric):
-        loss = model.loss(features, tokens, targets)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    for batch in make_data(trainee.fabric):
+        loss = model.loss(*batch)
+        trainee.fabric.backward(loss)
+        trainee.step()
+        trainee.losses.append(loss.item())
     assert model.num_parameters() == net.num_parameters()
     assert model.scale is net.scale
     assert model.module is net
     model.note = "kept on the module"
-    assert net.note == "kept on the module"  # type: ignore[comparison-overlap]
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+    assert net.note == "kept on the module"
+    return trainee.end()
 
 
 @both_modes
@@ -291,9 +275,6 @@ class LitNet(pl.LightningModule):
         features, tokens, targets = batch
         return F.cross_entropy(self.net(features, tokens, batch_idx % 2 == 1), targets)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.parameters())
-
 
 class StepCounter:
     """A callback: Fabric calls it with what the strategy stepped."""
@@ -307,19 +288,15 @@ class StepCounter:
 
 def train_lightning_module(name: str, strategy_options: dict[str, Any]) -> Loop:
     counter = StepCounter()
-    fabric = make_fabric(name, strategy_options, callbacks=[counter])
-    module = LitNet()
-    model, optimizer = fabric.setup(module, module.configure_optimizers())
-    losses = []
-    for number, batch in enumerate(make_data(fabric)):
-        loss = model.training_step(batch, number)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert counter.stepped == [optimizer.optimizer] * 7
+    trainee = set_up(name, strategy_options, adamw, net=LitNet(), callbacks=[counter])
+    for number, batch in enumerate(make_data(trainee.fabric)):
+        loss = trainee.model.training_step(batch, number)
+        trainee.fabric.backward(loss)
+        trainee.step()
+        trainee.losses.append(loss.item())
+    assert counter.stepped == [trainee.optimizer.optimizer] * 7
     assert isinstance(counter.stepped[0], torch.optim.AdamW)
-    return Loop(weights_of(module), losses, [], state_of(fabric, optimizer))
+    return trainee.end()
 
 
 @both_modes
@@ -329,19 +306,17 @@ def test_a_lightning_module_runs_in_fabric(ranks: Ranks, options: dict[str, Any]
 
 def collectives_beside(name: str, strategy_options: dict[str, Any]) -> Any:
     """Fabric's own collectives between forward, backward and step: on another group than the engine's."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    seen = []
+    trainee = set_up(name, strategy_options)
+    fabric, net, seen = trainee.fabric, trainee.net, list[Any]()
     for features, tokens, targets in make_data(fabric):
-        loss = F.cross_entropy(model(features, tokens), targets)
+        loss = F.cross_entropy(trainee.model(features, tokens), targets)
         seen.append(fabric.all_reduce(loss.detach().clone(), reduce_op="mean"))
         fabric.backward(loss)
         fabric.barrier()
-        optimizer.step()
+        trainee.optimizer.step()
         seen.append(fabric.all_gather(net.scale.detach()))
         seen.append(fabric.broadcast(float(loss), src=1))
-        optimizer.zero_grad()
+        trainee.optimizer.zero_grad()
     return seen, weights_of(net)
 
 
@@ -351,15 +326,11 @@ def test_collectives_of_fabric_run_beside_the_engines(ranks: Ranks, options: dic
 
 
 def fail_on_rank_1() -> None:
-    fabric = make_fabric("megatron_ddp")
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
-        if number == 3 and fabric.global_rank == 1:
-            raise ZeroDivisionError("on purpose, on rank 1")
-        fabric.backward(F.cross_entropy(model(features, tokens), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    trainee = set_up("megatron_ddp")
+    trainee.train(3)
+    if trainee.fabric.global_rank == 1:
+        raise ZeroDivisionError("on purpose, on rank 1")
+    trainee.train(1)
 
 
 def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None:

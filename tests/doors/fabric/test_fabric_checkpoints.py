@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from megastrategy.fabric import MAIN_PARAMS_KEY
 from tests.doors.lightning.test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, load
 from tests.support.comparison import assert_equal
 
-from ..fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
+from ..fabric_loops import AwkwardNet, Loop, adamw, both_modes, make_data, make_fabric, set_up, sgd, state_of, step_with
 from ..fits import weights_of
-from ..matrix import MODES
 from ..rank_processes import Ranks
 
-both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 SAVED_AFTER = 3
 
 
@@ -34,26 +31,31 @@ def train_from(
     **fabric_options: Any,
 ) -> Loop:
     """An epoch, saved in the middle, or loaded and finished from there."""
-    fabric = make_fabric(name, strategy_options, **fabric_options)
-    net = AwkwardNet(seed=None if load is None else 100 + int(load[-1] == "2"))
-    model, optimizer = fabric.setup(net, make_optimizer(net.parameters()))
+    net = AwkwardNet(seed=None if load is None else 100)
+    trainee = set_up(name, strategy_options, make_optimizer, net=net, **fabric_options)
+    fabric, model, optimizer = trainee.fabric, trainee.model, trainee.optimizer
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": 0, "note": "fresh"}
     if load is not None:
         remainder = fabric.load(load, state)
         assert remainder == {"extra": [1, 2]}
         assert (state["batches"], state["note"]) == (SAVED_AFTER, "saved")
-    losses = []
     for number, (features, tokens, targets) in enumerate(make_data(fabric)):
         if number < state["batches"]:
             continue
         loss = F.cross_entropy(model(features.to(net.scale.dtype), tokens, number % 2 == 1), targets)
         fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        trainee.step()
+        trainee.losses.append(loss.item())
         if save is not None and number + 1 == SAVED_AFTER:
             fabric.save(save, {**state, "batches": number + 1, "note": "saved", "extra": [1, 2]})
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+    return trainee.end()
+
+
+def assert_resumed(resumed: list[Loop], whole: list[Loop]) -> None:
+    """To the bit: in the losses after the checkpoint, the weights and the state."""
+    for mine, other in zip(resumed, whole, strict=True):
+        assert mine.losses == other.losses[SAVED_AFTER:]
+        assert_equal((mine.weights, mine.state), (other.weights, other.state))
 
 
 @both_modes
@@ -71,9 +73,7 @@ def test_checkpoints_are_ddps_and_resume_under_either(
         resumed = ranks.run(
             train_from, name, options if name != "ddp" else {}, make_optimizer=make_optimizer, load=str(path)
         )
-        for mine, other in zip(resumed, reference, strict=True):
-            assert mine.losses == other.losses[SAVED_AFTER:]
-            assert_equal((mine.weights, mine.state), (other.weights, other.state))
+        assert_resumed(resumed, reference)
 
 
 @both_modes
@@ -90,9 +90,7 @@ def test_a_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tm
         assert_same_value(value.to(torch.bfloat16), saved["model"][key], key)
     assert not torch.equal(main["inputs.weight"], saved["model"]["inputs.weight"].float())
     resumed = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=str(path))
-    for mine, other in zip(resumed, whole, strict=True):
-        assert mine.losses == other.losses[SAVED_AFTER:]
-        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+    assert_resumed(resumed, whole)
 
 
 @pytest.mark.sample(1)
@@ -101,10 +99,7 @@ def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, kind: str
     options = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
     path = str(tmp_path / "checkpoint")
     whole = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", save=path)
-    resumed = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=path)
-    for mine, other in zip(resumed, whole, strict=True):
-        assert mine.losses == other.losses[SAVED_AFTER:]
-        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+    assert_resumed(ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=path), whole)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -119,9 +114,7 @@ def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str
         assert sorted(remainders) == sorted(trained)
         assert any(value.any() for value in remainders.values())
     resumed = ranks.run(train_from, "megatron_ddp", options, load=str(path))
-    for mine, other in zip(resumed, whole, strict=True):
-        assert mine.losses == other.losses[SAVED_AFTER:]
-        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+    assert_resumed(resumed, whole)
 
 
 def load_without_main_params(strategy_options: dict[str, Any], path: str, stripped: str) -> None:
@@ -155,14 +148,11 @@ def test_without_saved_main_params_the_weights_count(ranks: Ranks, options: dict
 
 
 def load_bf16_under_ddp(path: str) -> None:
-    fabric = make_fabric("ddp", precision="bf16-true")
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, adamw(net.parameters()))
-    remainder = fabric.load(path, {"model": model, "optimizer": optimizer})
+    trainee = set_up("ddp", None, adamw, precision="bf16-true")
+    remainder = trainee.fabric.load(path, {"model": trainee.model, "optimizer": trainee.optimizer})
     assert MAIN_PARAMS_KEY in remainder
-    assert_equal(weights_of(net), dict(torch.load(path, weights_only=True)["model"]))
-    fabric.backward(model(torch.ones(2, 5), torch.tensor([0, 1])).sum())
-    optimizer.step()
+    assert_equal(weights_of(trainee.net), dict(torch.load(path, weights_only=True)["model"]))
+    trainee.train(1)
 
 
 def test_ddp_loads_a_bf16_checkpoint_of_ours(ranks: Ranks, tmp_path: Path) -> None:
@@ -177,7 +167,7 @@ def save_and_load_in_many_ways(name: str, strategy_options: dict[str, Any], fold
     net = AwkwardNet()
     own = sgd(net.parameters())
     model, optimizer = fabric.setup(net, own)
-    train_a_little(fabric, model, optimizer)
+    step_with(fabric, model, optimizer, batches=1)
 
     filtered = f"{folder}/filtered"
     fabric.save(filtered, {"model": model, "optimizer": optimizer}, filter={"model": weights_only})
@@ -203,17 +193,17 @@ def save_and_load_in_many_ways(name: str, strategy_options: dict[str, Any], fold
         torch.save(weights, f"{folder}/weights")
         torch.save(sorted_state(seen[1])["optimizer"], f"{folder}/state")
     fabric.barrier()
-    train_a_little(fabric, fresh_model, fresh_optimizer)
+    step_with(fabric, fresh_model, fresh_optimizer, batches=1)
     fabric.load_raw(f"{folder}/weights", fresh_model)
     fabric.load_raw(f"{folder}/state", fresh_optimizer)
     assert_equal(weights_of(fresh), weights)
     assert_equal(state_of(fabric, fresh_optimizer), trained_state)
-    train_a_little(fabric, fresh_model, fresh_optimizer)
+    step_with(fabric, fresh_model, fresh_optimizer, batches=1)
     fabric.load_raw(f"{folder}/state", fresh_own)
     assert_equal(state_of(fabric, fresh_optimizer), trained_state)
     fresh_model.load_state_dict(model.state_dict())
-    train_a_little(fabric, fresh_model, fresh_optimizer)
-    train_a_little(fabric, model, optimizer)
+    step_with(fabric, fresh_model, fresh_optimizer, batches=1)
+    step_with(fabric, model, optimizer, batches=1)
     assert_equal(weights_of(fresh), weights_of(net))
     return [sorted_state(value) for value in seen], weights, weights_of(fresh)
 
@@ -225,13 +215,6 @@ def weights_only(key: str, value: Tensor) -> bool:
 def sorted_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     optimizer = checkpoint["optimizer"]
     return {**checkpoint, "optimizer": {**optimizer, "state": dict(sorted(optimizer["state"].items()))}}
-
-
-def train_a_little(fabric: Fabric, model: nn.Module, optimizer: Any) -> None:
-    features, tokens, targets = next(iter(make_data(fabric)))
-    fabric.backward(F.cross_entropy(model(features, tokens), targets))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.sample(1)

@@ -14,29 +14,26 @@ from lightning.fabric.wrappers import is_wrapped
 
 from tests.support.comparison import assert_equal
 
-from ..fabric_comparison import assert_like_ddp, both_modes
-from ..fabric_loops import AwkwardNet, make_fabric, sgd
-from ..fabric_steps import step_with
+from ..fabric_loops import assert_like_ddp, both_modes, set_up, sgd, step_with
 from ..fits import weights_of
 from ..rank_processes import Ranks
 
 
 def copies(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
     """An average of the weights made from the module in mid-training, a pickled copy, and unwrapping."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    trainee = set_up(name, strategy_options)
+    net, model = trainee.net, trainee.model
     assert is_wrapped(model)
-    assert is_wrapped(optimizer)
+    assert is_wrapped(trainee.optimizer)
     assert not is_wrapped(net)
-    assert isinstance(optimizer, torch.optim.SGD)
+    assert isinstance(trainee.optimizer, torch.optim.SGD)
     average = torch.optim.swa_utils.AveragedModel(model.module)
     for _ in range(3):
-        step_with(fabric, model, optimizer, batches=1)
+        trainee.train(1)
         average.update_parameters(model)
     copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
-    step_with(fabric, model, optimizer, batches=1)
-    path = Path(folder) / f"{name}{fabric.global_rank}.pt"
+    trainee.train(1)
+    path = Path(folder) / f"{name}{trainee.fabric.global_rank}.pt"
     torch.save(net.inputs.weight, path)
     return weights_of(average), weights_of(copied), weights_of(pickled), weights_of(net), path.stat().st_size
 
@@ -53,21 +50,19 @@ def test_copies_are_made_in_mid_training(ranks: Ranks, options: dict[str, Any], 
 
 def average_of_the_wrapper(name: str, strategy_options: dict[str, Any], use_buffers: bool) -> Any:
     """A moving average made from what fabric.setup returned, and evaluated, while training goes on."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    trainee = set_up(name, strategy_options)
     average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7), use_buffers=use_buffers
+        trainee.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7), use_buffers=use_buffers
     )
-    losses, outputs = [], []
+    outputs = []
     for _ in range(3):
-        losses += step_with(fabric, model, optimizer, batches=1)
-        average.update_parameters(model)
+        trainee.train(1)
+        average.update_parameters(trainee.model)
         with torch.no_grad():
             outputs.append(average.eval()(torch.ones(2, 5), torch.tensor([0, 1])))
     # torch DDP's copy is one that communicates: its forward overwrites rank 1's BatchNorm statistics by rank 0's
-    of_rank_0 = (outputs, weights_of(average)) if fabric.is_global_zero else None
-    return losses, [param.detach() for param in average.parameters()], weights_of(net), of_rank_0
+    of_rank_0 = (outputs, weights_of(average)) if trainee.fabric.is_global_zero else None
+    return trainee.losses, [param.detach() for param in average.parameters()], weights_of(trainee.net), of_rank_0
 
 
 @both_modes
@@ -78,16 +73,15 @@ def test_an_average_of_what_setup_returns(ranks: Ranks, options: dict[str, Any],
 
 def copies_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
     """What fabric.setup returned is copied, pickled and saved whole; the copies are evaluated, and trained on."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    step_with(fabric, model, optimizer)
+    trainee = set_up(name, strategy_options)
+    fabric, model = trainee.fabric, trainee.model
+    trainee.train(3)
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
-    step_with(fabric, model, optimizer)
-    results = [weights_of(net), *map(weights_of, twins)]
+    trainee.train(3)
+    results = [weights_of(trainee.net), *map(weights_of, twins)]
     for twin in twins:
         assert is_wrapped(twin)
         with torch.no_grad():

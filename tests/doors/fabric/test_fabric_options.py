@@ -16,8 +16,7 @@ from megastrategy.fabric import MegatronDDPStrategy
 from tests.support.comparison import assert_equal
 from tests.support.patience import HANG_S
 
-from ..fabric_loops import AwkwardNet, make_strategy, sgd
-from ..fabric_steps import step_with
+from ..fabric_loops import AwkwardNet, make_strategy, sgd, step_with
 from ..fits import weights_of
 from ..rank_processes import Ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fabric_comparison import CLIP_NORM, CLIP_VALUE, assert_like_ddp, both_modes
-from ..fabric_loops import AwkwardNet, Loop, make_data, make_fabric, sgd, state_of
+from ..fabric_loops import CLIP_NORM, CLIP_VALUE, AwkwardNet, assert_like_ddp, both_modes, make_data, set_up
 from ..fits import weights_of
 from ..rank_processes import Ranks
 
@@ -20,28 +20,23 @@ def train_fp16(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]
     """Step 2 overflows on rank 1 alone: no rank may step, and every scale halves once."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    fabric = make_fabric(name, strategy_options, plugins=precision)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    scales, weights, norms = [], [], []
+    trainee = set_up(name, strategy_options, plugins=precision)
+    fabric, scales, weights = trainee.fabric, trainee.losses, []
     for number, (features, tokens, targets) in enumerate(make_data(fabric)):
-        loss = F.cross_entropy(model(features, tokens), targets)
-        if number == 2 and fabric.global_rank == 1:
-            loss = loss * float("inf")
-        fabric.backward(loss)
+        overflows = number == 2 and fabric.global_rank == 1
+        loss = F.cross_entropy(trainee.model(features, tokens), targets)
+        fabric.backward(loss * float("inf") if overflows else loss)
         if clip is not None:
-            norm = fabric.clip_gradients(model, optimizer, error_if_nonfinite=False, **clip)
-            norms += [] if norm is None else [norm.item()]
-        optimizer.step()
-        optimizer.zero_grad()
+            trainee.clip(error_if_nonfinite=False, **clip)
+        trainee.step()
         scales.append(scaler.get_scale())
-        weights.append(weights_of(net)["inputs.weight"])
+        weights.append(weights_of(trainee.net)["inputs.weight"])
     assert precision.scaler is scaler, "the user may hold it, and save it"
     assert scaler.state_dict() == fabric.strategy.precision.state_dict()
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[2], weights[3])
     assert scales[2] == scales[1] / 2
-    return Loop(weights_of(net), scales, norms, state_of(fabric, optimizer)), weights
+    return trainee.end(), weights
 
 
 @both_modes
@@ -53,19 +48,14 @@ def test_fp16_skips_a_step_on_all_ranks(ranks: Ranks, options: dict[str, Any], c
 
 def check_and_scale(enabled: bool) -> None:
     """The scaler is Fabric's own, or one that the user switched off."""
-    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    fabric = make_fabric("megatron_ddp", {"check_for_nan_in_grad": True}, plugins=precision)
-    net = AwkwardNet()
-    if enabled:
-        with pytest.raises(ValueError, match=r"check_for_nan_in_grad=True contradicts .* MixedPrecision.*bf16-mixed"):
-            fabric.setup(net, sgd(net.parameters()))
-        assert all(param._post_accumulate_grad_hooks is None for param in net.parameters()), "it was not wrapped"
+    scaler, net = torch.amp.GradScaler("cpu", enabled=enabled), AwkwardNet()
+    options = {"net": net, "plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+    if not enabled:
+        set_up("megatron_ddp", {"check_for_nan_in_grad": True}, **options).train(1)
         return
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    features, tokens, targets = next(iter(make_data(fabric)))
-    fabric.backward(F.cross_entropy(model(features, tokens), targets))
-    optimizer.step()
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad=True contradicts .* MixedPrecision.*bf16-mixed"):
+        set_up("megatron_ddp", {"check_for_nan_in_grad": True}, **options)
+    assert all(param._post_accumulate_grad_hooks is None for param in net.parameters()), "it was not wrapped"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -84,16 +74,13 @@ class LoudScaler(torch.amp.GradScaler):
 
 def train_with_a_scaler_of_ones_own() -> None:
     scaler = LoudScaler("cpu", init_scale=4.0)
-    fabric = make_fabric("megatron_ddp", plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
-        before = weights_of(net)
-        scale = float("inf") if number == 1 and fabric.global_rank == 0 else 1.0
-        fabric.backward(F.cross_entropy(model(features, tokens), targets) * scale)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert torch.equal(before["scale"], net.scale) == (number == 1)
+    trainee = set_up("megatron_ddp", plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    for number, (features, tokens, targets) in enumerate(make_data(trainee.fabric)):
+        before = weights_of(trainee.net)
+        scale = float("inf") if number == 1 and trainee.fabric.global_rank == 0 else 1.0
+        trainee.fabric.backward(F.cross_entropy(trainee.model(features, tokens), targets) * scale)
+        trainee.step()
+        assert torch.equal(before["scale"], trainee.net.scale) == (number == 1)
     assert isinstance(scaler, LoudScaler)
     assert scaler.updates == 7
 
@@ -104,15 +91,13 @@ def test_a_scaler_of_ones_own_keeps_its_methods(ranks: Ranks) -> None:
 
 def small_updates(name: str, strategy_options: dict[str, Any]) -> float:
     """A thousandth is less than half the last bit of a bf16 one."""
-    fabric = make_fabric(name, strategy_options, precision="bf16-true")
     net = nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        net.weight.fill_(1.0)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    nn.init.ones_(net.weight)
+    make = functools.partial(torch.optim.SGD, lr=1e-3)
+    trainee = set_up(name, strategy_options, make, net=net, precision="bf16-true")
     for _ in range(100):
-        fabric.backward(model(torch.ones(1, 1)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        trainee.fabric.backward(trainee.model(torch.ones(1, 1)).sum())
+        trainee.step()
     return net.weight.item()
 
 

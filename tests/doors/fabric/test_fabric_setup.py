@@ -16,9 +16,20 @@ from torch.nn import functional as F
 from megastrategy import DistributedDataParallel
 from tests.support.comparison import assert_equal
 
-from ..fabric_comparison import assert_like_ddp, both_modes
-from ..fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
-from ..fabric_steps import step_with
+from ..fabric_loops import (
+    AwkwardNet,
+    Loop,
+    Trainee,
+    adamw,
+    assert_like_ddp,
+    both_modes,
+    make_data,
+    make_fabric,
+    set_up,
+    sgd,
+    state_of,
+    step_with,
+)
 from ..fits import weights_of
 from ..matrix import MODES
 from ..rank_processes import Ranks
@@ -26,39 +37,25 @@ from ..rank_processes import Ranks
 # --- together and apart ---------------------------------------------------------------------------------------------
 
 
-def set_up_apart(name: str, strategy_options: dict[str, Any], built_on: str) -> Loop:
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    before = sgd(net.parameters())
-    model = fabric.setup_module(net)
-    after = sgd(model.parameters())
-    optimizer = fabric.setup_optimizers(before if built_on == "raw" else after)
-    losses = step_with(fabric, model, optimizer)
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+def set_up_apart(name: str, strategy_options: dict[str, Any]) -> Loop:
+    """The optimizer is built before the model is set up; the matrix has it built after."""
+    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
+    own = sgd(net.parameters())
+    return Trainee(fabric, net, fabric.setup_module(net), fabric.setup_optimizers(own)).train(3)
 
 
 @both_modes
-@pytest.mark.parametrize("built_on", ["raw", "wrapped"])
-def test_model_and_optimizer_set_up_apart(ranks: Ranks, options: dict[str, Any], built_on: str) -> None:
-    """The optimizer may be built before the model is set up, or on the parameters of what setup_module returns."""
-    assert_like_ddp(ranks, set_up_apart, options, built_on=built_on)
+def test_model_and_optimizer_set_up_apart(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, set_up_apart, options)
 
 
 def set_up_before_its_model(name: str, strategy_options: dict[str, Any], precision: Any = "32-true") -> Loop:
-    fabric = make_fabric(name, strategy_options, precision=precision)
-    net = AwkwardNet()
+    fabric, net = make_fabric(name, strategy_options, precision=precision), AwkwardNet()
     optimizer = fabric.setup_optimizers(sgd(net.parameters()))
-    model = fabric.setup_module(net)
-    losses, norms = [], []
-    for features, tokens, targets in itertools.islice(make_data(fabric), 3):
-        loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert max(norms) > 0.5
-    return Loop(weights_of(net), losses, norms, state_of(fabric, optimizer))
+    trainee = Trainee(fabric, net, fabric.setup_module(net), optimizer)
+    loop = trainee.train(3, before_step=lambda: trainee.clip(max_norm=0.5))
+    assert max(loop.norms) > 0.5
+    return loop
 
 
 def test_an_optimizer_set_up_before_its_model_steps_whole_parameters(ranks: Ranks) -> None:
@@ -74,9 +71,7 @@ def test_an_optimizer_set_up_before_its_model_can_step_neither_shards_nor_main_p
 def refuse_to_set_up_before_its_model(options: dict[str, Any], precision: str) -> None:
     with pytest.raises(ValueError, match=r"fabric\.setup_module\(model\) before fabric\.setup_optimizers\(optimizer\)"):
         set_up_before_its_model("megatron_ddp", options, precision)
-    again = make_fabric("megatron_ddp")
-    model, optimizer = again.setup(net := AwkwardNet(), sgd(net.parameters()))
-    step_with(again, model, optimizer)  # nothing is left behind
+    set_up("megatron_ddp").train(3)  # nothing is left behind
 
 
 def two_optimizers(name: str, strategy_options: dict[str, Any], shared: bool) -> Any:
@@ -172,22 +167,6 @@ def test_one_sharded_optimizer_for_two_models_is_refused_with_the_way_out(ranks:
     ranks.run(one_sharded_optimizer_for_two_models)
 
 
-def optimizer_before_its_model() -> None:
-    fabric = make_fabric("megatron_ddp")
-    net = nn.Linear(3, 5)
-    optimizer = sgd(net.parameters())
-    fabric.setup_optimizers(optimizer)  # whose model it is, and whether it comes, is not known
-    with pytest.raises(
-        ValueError, match=r"the SGD of this model was set up before it.*fabric.setup_module\(model\) be"
-    ):
-        fabric.setup_module(net)
-
-
-def test_a_sharded_optimizer_is_set_up_after_its_model(ranks: Ranks) -> None:
-    """It would find no gradients, and train nothing."""
-    ranks.run(optimizer_before_its_model)
-
-
 def strangers(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
     """A head and a bias that no model has, in the model's optimizer and in one of their own."""
     fabric = make_fabric(name, mode if name != "ddp" else None)
@@ -225,11 +204,10 @@ def test_parameters_of_no_model_are_stepped_as_under_ddp(ranks: Ranks, mode: dic
 
 def set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
     """The same module and optimizer as the user knows them, once for each phase, and once more to evaluate."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
+    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
     own = sgd(net.parameters())
-    model, optimizer = fabric.setup(net, own)
-    losses = step_with(fabric, model, optimizer)
+    trainee = Trainee(fabric, net, *fabric.setup(net, own))
+    losses = list(trainee.train(3).losses)
     with torch.no_grad():
         net.scale.add_(fabric.global_rank)
     again, optimizer_again = fabric.setup(net, own)  # rank 0's weights reach all again
@@ -238,8 +216,7 @@ def set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
     with torch.no_grad():
         features, tokens, _ = next(iter(make_data(fabric)))
         seen = evaluated(features, tokens)
-    losses += step_with(fabric, model, optimizer)
-    return losses, seen, weights_of(net), state_of(fabric, optimizer)
+    return losses, seen, trainee.train(3)
 
 
 @both_modes
@@ -250,11 +227,9 @@ def test_a_module_may_be_set_up_again(ranks: Ranks, options: dict[str, Any]) -> 
 
 def unfreeze_and_set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
     """With a second optimizer, for what was frozen."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
+    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
     own = sgd([param for param in net.parameters() if param.requires_grad])
-    model, optimizer = fabric.setup(net, own)
-    losses = step_with(fabric, model, optimizer)
+    losses = step_with(fabric, *fabric.setup(net, own))
     net.frozen.requires_grad_(True)
     model, optimizer, second = fabric.setup(net, own, adamw(net.frozen.parameters()))
     losses += step_with(fabric, model, optimizer, second)
@@ -327,17 +302,15 @@ def test_a_model_without_trainable_parameters_may_be_set_up(ranks: Ranks, option
 
 
 def set_up_and_forget() -> None:
-    fabric = make_fabric("megatron_ddp")
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    step_with(fabric, model, optimizer)
-    references = [weakref.ref(model._forward_module), weakref.ref(optimizer.optimizer)]
+    trainee = set_up("megatron_ddp")
+    fabric, net = trainee.fabric, trainee.net
+    trainee.train(3)
+    references = [weakref.ref(trainee.model._forward_module), weakref.ref(trainee.optimizer.optimizer)]
     assert isinstance(references[0](), DistributedDataParallel)
-    del model, optimizer
+    del trainee
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))  # nothing of the former setup is in the way
-    step_with(fabric, model, optimizer)
+    step_with(fabric, *fabric.setup(net, sgd(net.parameters())))  # nothing of the former setup is in the way
     fabric.strategy.teardown()
     assert all(param.grad is None for param in net.parameters())
     F.cross_entropy(net(torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), torch.tensor([0, 1])).backward()

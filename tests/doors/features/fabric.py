@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from ..fabric_loops import AwkwardNet, Loop, make_data, make_fabric, sgd, state_of, train
-from ..fits import weights_of
+from ..fabric_loops import CLIP_NORM, CLIP_VALUE, Loop, set_up, set_up_apart, sgd, train
 from ..matrix import Feature
-
-CLIP_NORM = 0.5
-CLIP_VALUE = 0.02
 
 
 def train_sgd(name: str, strategy_options: dict[str, Any], **options: Any) -> Loop:
@@ -23,36 +18,14 @@ def train_sgd(name: str, strategy_options: dict[str, Any], **options: Any) -> Lo
     return train(name, strategy_options, make_optimizer=sgd, **options)
 
 
-def set_up_apart(name: str, strategy_options: dict[str, Any]) -> Loop:
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model = fabric.setup_module(net)
-    optimizer = fabric.setup_optimizers(sgd(model.parameters()))
-    losses = []
-    for features, tokens, targets in make_data(fabric):
-        loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+def train_set_up_apart(name: str, strategy_options: dict[str, Any]) -> Loop:
+    return set_up_apart(name, strategy_options).train()
 
 
-def clip_by_hand(name: str, strategy_options: dict[str, Any], clip: Callable[..., Any] | None, limit: float) -> Loop:
+def clip_by_hand(name: str, strategy_options: dict[str, Any], clip: Callable[..., Any], limit: float) -> Loop:
     """With torch's own functions, as loops do that were written before they had a Fabric."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    losses = []
-    for features, tokens, targets in make_data(fabric):
-        loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        if clip is not None:
-            clip(model.parameters(), limit)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+    trainee = set_up(name, strategy_options)
+    return trainee.train(before_step=lambda: clip(trainee.model.parameters(), limit))
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -62,7 +35,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 FEATURES = [
     Feature("Fabric", "`setup(model, optimizer)` and a loop", train),
-    Feature("Fabric", "`setup_module` and `setup_optimizers` apart", set_up_apart),
+    Feature("Fabric", "`setup_module` and `setup_optimizers` apart", train_set_up_apart),
     Feature("Fabric", "`no_backward_sync`, short last window", train, {"accumulate": 3}),
     Feature("Fabric", "`clip_gradients` by value", train_sgd, {"clip": {"clip_val": CLIP_VALUE}}),
     Feature(

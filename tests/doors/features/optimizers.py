@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.nn import functional as F
 
 from tests.support.optimizers import MatricesAndRest, Shampoo
 from tests.support.optimizers_with_methods import ScheduleFree
 
-from ..fabric_loops import EPOCHS, AwkwardNet, Loop, make_data, make_fabric, state_of
+from ..fabric_loops import EPOCHS, set_up
 from ..fits import AwkwardModule, Fit, fit, weights_of
 from ..matrix import Feature
 
@@ -61,32 +60,16 @@ def fit_with_modes(name: str, strategy_options: dict[str, Any], **trainer_option
     return [fits, first.seen, second.seen, saved["state_dict"], dict(sorted(state["state"].items()))]
 
 
-def epoch(fabric: Any, model: Any, optimizer: Any, data: Any) -> list[float]:
-    """Trains once through the data; the losses."""
-    losses = []
-    for features, tokens, targets in data:
-        loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def loop_with_modes(name: str, strategy_options: dict[str, Any]) -> list[Any]:
-    fabric = make_fabric(name, strategy_options)
-    data = make_data(fabric)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, schedule_free(net.parameters()))
-    losses: list[float] = []
+    trainee = set_up(name, strategy_options, schedule_free)
     seen = []
     for _ in range(EPOCHS):
-        optimizer.train()
-        seen.append(weights_of(net))
-        losses += epoch(fabric, model, optimizer, data)
-        optimizer.eval()
-        seen.append(weights_of(net))
-    return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer)), seen]
+        trainee.optimizer.train()
+        seen.append(weights_of(trainee.net))
+        trainee.train()
+        trainee.optimizer.eval()
+        seen.append(weights_of(trainee.net))
+    return [trainee.end(), seen]
 
 
 def whole_or_not(params: Any) -> torch.optim.Optimizer:
@@ -122,14 +105,9 @@ def fit_and_resume(name: str, strategy_options: dict[str, Any], make: Any, **tra
 
 
 def loop_with(name: str, strategy_options: dict[str, Any], make: Any) -> list[Any]:
-    fabric = make_fabric(name, strategy_options)
-    data = make_data(fabric)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, make(net.parameters()))
-    losses: list[float] = []
-    for _ in range(EPOCHS):
-        losses += epoch(fabric, model, optimizer, data)
-    return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer))]
+    trainee = set_up(name, strategy_options, make)
+    trainee.train()
+    return [trainee.train()]
 
 
 RESUMED: dict[str, Callable[..., Any]] = {

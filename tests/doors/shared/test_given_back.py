@@ -16,8 +16,7 @@ from tests.support.comparison import assert_equal
 
 from ..accelerate_comparison import inputs, net_of
 from ..accelerate_loops import Worlds, adamw, make_accelerator, sgd
-from ..fabric_loops import AwkwardNet, make_fabric
-from ..fabric_steps import step_with
+from ..fabric_loops import AwkwardNet, make_fabric, step_with
 from ..fits import AwkwardModule, loader, make_strategy, make_trainer
 from ..matrix import MODES
 from ..rank_processes import Ranks, number_of_ranks
