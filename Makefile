@@ -63,7 +63,7 @@ ENGINE := tests/core --ignore tests/core/checkpoint
 DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabric/test_fabric.py \
   tests/doors/fabric/test_fabric_precision.py tests/doors/accelerate/test_accelerate.py
 nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[nightly]'
 	@rm -rf megastrategy.egg-info
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \

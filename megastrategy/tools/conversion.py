@@ -44,7 +44,7 @@ _ALIGNMENT = 64
 
 
 def default_file(directory: Path) -> Path:
-    """Returns the file that :func:`consolidate` writes if nobody says: ``last.ckpt`` becomes ``last.consolidated.ckpt``
+    """Returns the default file of :func:`consolidate`: ``last.ckpt`` becomes ``last.consolidated.ckpt``
     beside it."""
     path = Path(os.path.abspath(directory))
     return path.with_name(f"{path.stem}.consolidated{path.suffix}")
@@ -134,7 +134,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
 def check_target(path: Path, force: bool) -> None:
     """Raises CheckpointError if something is at ``path`` that must stay there.
 
-    A directory goes only if it is a checkpoint, whoever insists.
+    A directory is removed only if it is a checkpoint, also with --force.
     """
     if path.is_dir() and not is_directory_checkpoint(path):
         raise CheckpointError(f"{path} is a directory, and no checkpoint: say where in it the checkpoint shall be")
@@ -225,7 +225,7 @@ def _naming(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(path: Path, advance: Advance, total_bytes: int) -> Iterator[None]:
-    """Tells how a file grows that torch.save writes, which tells nobody, and at the end of all ``total_bytes``."""
+    """Reports the growth of a file while torch.save writes it, and ``total_bytes`` at the end."""
     ended = threading.Event()
     seen = 0
 

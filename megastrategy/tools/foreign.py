@@ -71,7 +71,7 @@ def describe_file(path: Path) -> str:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do: with eight bytes, the length of the JSON header behind them."""
+    """Returns whether a file begins as safetensors do: with eight bytes, the length of the JSON header behind them."""
     with path.open("rb") as file:
         start = file.read(9)
     return path.suffix == ".safetensors" or (start[8:] == b"{" and int.from_bytes(start[:8], "little") < 2**30)

@@ -1,4 +1,4 @@
-"""Gives the optimizer's numbers parameter names, from whoever knows them.
+"""Maps the optimizer's numbers to parameter names, from the user's code or from a file.
 
 [Note: names are not guessed]
 A file has optimizer state by number, counted through the optimizer's groups; only the code that made the groups knows

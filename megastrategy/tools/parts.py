@@ -306,7 +306,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _is_module_state(value: Any) -> bool:
-    """Whether it has tensors by name; a module may add what it likes as ``_extra_state``."""
+    """Returns whether it has tensors by name; a module may add what it likes as ``_extra_state``."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     tensors = [isinstance(item, Tensor) for key, item in value.items() if not key.endswith("_extra_state")]

@@ -20,7 +20,7 @@ def chrome_trace(ranks: Iterable[RankEvents]) -> dict[str, Any]:
     """Makes a trace for chrome://tracing and https://ui.perfetto.dev: a process a rank, with a thread for steps and
     each lane.
 
-    Collectives whose spans overlap, as they do where nobody knows when they ran, get threads of their own. Times are
+    Collectives whose spans overlap, as they do if their times are unknown, get threads of their own. Times are
     microseconds from the first event of any rank.
     """
     ranks = list(ranks)

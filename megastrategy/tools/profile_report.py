@@ -21,7 +21,7 @@ from .tuning import SizeTimes
 
 
 def has_steps(ranks: Sequence[RankEvents]) -> bool:
-    """Whether there is anything to show."""
+    """Returns whether there is anything to show."""
     return any(model.steps for rank in ranks for model in rank.models)
 
 

@@ -2,7 +2,7 @@
 
 The ranks are started as torchrun starts them, with this module in front of the script (``python -m
 megastrategy.tools.profiling``). In such a process, which is the tool's own, every
-:class:`~megastrategy.DistributedDataParallel` gets a listener, whoever makes it: a plain loop, Lightning, Fabric or
+:class:`~megastrategy.DistributedDataParallel` gets a listener, in every door: a plain loop, Lightning, Fabric or
 Accelerate. The script, its arguments and its environment are what they are under torchrun.
 """
 

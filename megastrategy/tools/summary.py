@@ -30,7 +30,7 @@ def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
     mean = average(steps)
     within = (steps[0].start_ns, steps[-1].start_ns)
     period_ms, input_ms = mean.step_ms, 0.0
-    # With one step alone nobody knows what lies between two.
+    # A single step does not show the time between two.
     if len(steps) > 1:
         evaluated_ns = overlap_ns(within, evaluations_of(spans_of(model.events)))
         loads = [(gap.start_ns, gap.end_ns) for gap in gaps_of(model, rank.loads) if gap.name == LOADING]

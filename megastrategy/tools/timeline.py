@@ -40,8 +40,8 @@ class Span:
     Attributes:
         kind: the event that it starts with.
         index: that event's.
-        start_ns, end_ns: of a collective, when it ran if the backend tells, else from its launch until somebody had
-            waited for it.
+        start_ns, end_ns: of a collective, when it ran if the backend reports that, otherwise from its launch to the end
+            of the wait for it.
         launched_ns: when the engine asked for it; of all but collectives ``start_ns``.
         has_run_times: whether it is a collective of which the backend told when it ran.
     """
@@ -220,7 +220,7 @@ BEGINS_STEP = (EventKind.FORWARD_START, EventKind.BACKWARD_START)
 
 
 def completes_step(event: Event, has_optimizer: bool) -> bool:
-    """Whether what comes until the next forward or backward is the rest of a step."""
+    """Returns whether what comes until the next forward or backward is the rest of a step."""
     if has_optimizer:
         return event.kind is EventKind.STEP_END
     return event.kind is EventKind.BACKWARD_END and event.index == 1  # synchronised
@@ -258,7 +258,7 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
         # none comes after the last event, and ends the last step as a next forward would
         begins = event is None or event.kind in BEGINS_STEP
         if begins and end_ns is not None:
-            # without a start the record began within the step, whose length nobody knows
+            # without a start the record began within the step, whose length is unknown
             if start_ns is not None:
                 lost = [overlap_ns((start_ns, end_ns), intervals) for intervals in (*by_kind, evaluations)]
                 steps.append(Step(start_ns, end_ns, *lost))
@@ -329,8 +329,7 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
                     bucket,
                     len(own),
                     nbytes[bucket] if bucket < len(nbytes) else 0,
-                    # where one event lacks its times, the span is from launch to wait, and would be told as time on the
-                    # wire
+                    # if one event lacks its times, the span is from launch to wait, and is no time on the wire
                     statistics.median(ran_ns) / 1e6 if all(span.has_run_times for span in own) else None,
                     statistics.median(span.end_ns - span.launched_ns for span in own) / 1e6,
                     1.0 - exposed_ns / sum(ran_ns) if sum(ran_ns) else 1.0,

@@ -1,7 +1,7 @@
 """Reads directories of torch.distributed.checkpoint without running code that they may hold.
 
 The format is pickled in two places: its ``.metadata``, and every value that is no tensor. torch's own reader makes
-objects of any class of both. Here they are of the classes that torch writes, unless whoever asks trusts the writer.
+objects of any class of both. Here they are of the classes that torch writes, unless the caller trusts the writer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> Checkpoin
     """Makes the error for a file in which something is not loaded."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"an object of {found[1]}" if found and not trust else "what torch cannot load"
-    remedy = "" if trust else ". If you trust whoever wrote it, --trust loads it, and runs code that it may hold"
+    remedy = "" if trust else ". If you trust its writer, --trust loads it, and may run code from it"
     return CheckpointError(f"{path} holds {what}{remedy}")
 
 

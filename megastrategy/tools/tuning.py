@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from .timeline import RankEvents
 
 WORTH_IT = 0.95
-"""The part of the default's step time that another size must get below to be worth a line in somebody's script."""
+"""The part of the default's step time that another size must get below to be worth a line in the user's script."""
 SMALLEST_NUMEL = 2**14
 """Below this a collective is latency alone on every link there is."""
 
@@ -41,7 +41,7 @@ class SizeTimes:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is clearly faster than the default: in its median by more than 5 %, and in every round."""
+        """Returns whether it is clearly faster than the default: in its median by more than 5 %, and in every round."""
         return statistics.median(self.ratios) < WORTH_IT and max(self.ratios) < 1.0
 
 

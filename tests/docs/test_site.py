@@ -57,7 +57,7 @@ def browser() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[nightly]'")
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield running

@@ -116,7 +116,7 @@ def _with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
 @contextlib.contextmanager
 def _as_it_was(layer: nn.Module) -> Iterator[None]:
     """Buffers, and the numbers that are drawn by chance, are afterwards as before: running statistics, dropout."""
-    # Into large ones nothing is written, see [Note: tensors that nobody computes].
+    # Into large ones nothing is written, see [Note: tensors without values].
     before = [(buffer, buffer.detach().clone()) for buffer in layer.buffers() if buffer.nbytes < LARGE_BYTES]
     try:
         with torch.random.fork_rng(devices=()):

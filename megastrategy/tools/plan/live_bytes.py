@@ -1,6 +1,6 @@
 """Runs a program with tensors of every size, without the memory and the time that the large ones would take.
 
-[Note: tensors that nobody computes]
+[Note: tensors without values]
 A tensor of :data:`LARGE_BYTES` or more is real to Python, to autograd and to the engine: it has a shape, an address and
 views. But its pages are never written, so the system gives it no memory; and an operation that reads or makes one is
 not carried out. ``FakeTensorMode`` tells the shapes of its results, operation by operation. Small results of such
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make and that are alive, from :meth:`start` on.
 
     Args:
-        computes: whether large tensors have values; without, see [Note: tensors that nobody computes].
+        computes: whether large tensors have values; without, see [Note: tensors without values].
         large_bytes: from which size on a tensor is large.
 
     Attributes:
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         self._counts = False
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Says that these are no temporaries but state, which somebody else counts."""
+        """Excludes these tensors: they are state, which is counted elsewhere."""
         for tensor in tensors:
             number = self._number_of.get(tensor.untyped_storage()._cdata)
             if number is not None:

@@ -15,7 +15,7 @@ Verdict = Literal["fits", "close", "does not"]
 
 CLOSE_SHARE = 0.1
 """The part of a device that has to stay free for ``fits``: its context, the communicators' own memory, an allocator's
-fragments and kernels' scratch take some, and are counted by nobody here."""
+fragments and kernels' scratch take some, and are not counted here."""
 MOST_RANKS = 4096
 """More ranks than this are not proposed."""
 MOST_PLANNED = 2**20
@@ -61,7 +61,7 @@ class RankMemory:
         return self.fixed_bytes + self.exchange_bytes + self.activation_bytes
 
     def verdict(self, device_bytes: int) -> Verdict:
-        """Whether it fits a device; ``close`` if it does by less than :data:`CLOSE_SHARE`."""
+        """Returns whether it fits a device; ``close`` if it does by less than :data:`CLOSE_SHARE`."""
         free = device_bytes - self.total_bytes
         if free < 0:
             return "does not"

@@ -102,7 +102,7 @@ class OneStep:
     def __init__(self, live: LiveBytes, dp_size: int) -> None:
         self.live, self._dp_size = live, dp_size
         self.shares_models = False
-        """Whether a model has fewer data-parallel ranks than there are: others have parts of it."""
+        """Returns whether a model has fewer data-parallel ranks than there are: others have parts of it."""
         self._models: dict[int, DistributedDataParallel] = {}  # by number, those that the script has not closed
         self._num_models = 0
         self._layouts: dict[int, BufferLayout] = {}
@@ -116,12 +116,12 @@ class OneStep:
 
     @property
     def has_models(self) -> bool:
-        """Whether the script has wrapped any."""
+        """Returns whether the script has wrapped any."""
         return self._num_models > 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all models that have begun a step have ended it."""
+        """Returns whether all models that have begun a step have ended it."""
         return bool(self._begun) and self._begun == self._complete
 
     def install(
@@ -255,8 +255,10 @@ class OneStep:
         )
 
     def _add_what_was_not_reached(self, models: dict[int, ModelPlan]) -> tuple[str, ...]:
-        """Counts the state of parameters that an optimizer has and that this step did not reach (experts that no token
-        chose, a generator that is stepped every second time), as that of others of the optimizer, or of its class.
+        """Counts the state of parameters that this step did not reach, by the state of similar ones.
+
+        Similar parameters belong to the optimizer, or to another one of its class. Parameters are not reached if
+        they are experts that no token chose, or a generator that is stepped every second time.
 
         Returns:
             the names of parameters whose state is unknown, since no optimizer of their class has made a step.

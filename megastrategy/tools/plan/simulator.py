@@ -179,7 +179,7 @@ class _Run:
             until = [self._left_ms / speed] if computes else []
             if self._phases:
                 until.append(self._nbytes / rate if link is not None else self._hop_ms)
-            # A program that waits for what nobody carries out would be one with a fault of ours.
+            # A program that waits for an event without a source would be a fault of this simulator.
             passed = min(until)
             self._now += passed
             if computes:
