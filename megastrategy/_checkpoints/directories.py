@@ -53,7 +53,7 @@ def check_state_dict_type(value: str) -> None:
 
 
 def refuse_storage_options(options: Any) -> None:
-    """Raises TypeError, as Lightning's ``TorchCheckpointIO`` does: whoever loads the directory would lack them."""
+    """Raises TypeError, as Lightning's ``TorchCheckpointIO`` does: a reader of the directory would lack them."""
     if options is not None:
         raise TypeError(
             "state_dict_type='sharded' takes no storage_options: how a store is reached is read from fsspec's "

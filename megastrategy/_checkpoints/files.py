@@ -11,7 +11,7 @@ one copy of the file instead of reading it all.
 
 The file may be replaced or removed meanwhile, as everything here does it. If it is overwritten in place, or removed on
 another machine that shares the file system, a process that looks at it afterwards is ended. Therefore strategies hand
-out copies (:func:`own_memory`) to whoever may keep a tensor.
+out copies (:func:`own_memory`) to callers that may keep a tensor.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class RemoteWriter(FsspecWriter):
         """
         directory = self._directory
         places = [result.storage_data for of_rank in results for result in of_rank]
-        # Of a rank that reaches another store, or of another credential's view of it, nobody else would know.
+        # Otherwise no rank would notice one that reaches another store, or sees it with other credentials.
         if missing := describe_missing_file(places, directory.size_of()):
             raise FileNotFoundError(
                 f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "

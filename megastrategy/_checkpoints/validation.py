@@ -93,8 +93,7 @@ def check_optimizer_state(
                 f"{what}: group {position} has {len(saved['params'])} parameter(s) there, and {len(params)} in the "
                 f"optimizer: {', '.join(name for _, name in params[:20])}{', ...' if len(params) > 20 else ''}"
             )
-        # torch never compares shapes. Whole optimizers fail at their next step; a shard would be cut out of the wrong
-        # place
+        # torch never compares shapes. Whole optimizers fail at their next step; a shard would be cut at a wrong place
         for number, (param, name) in zip(saved["params"], params, strict=True):
             if not optimizer.is_cut(param):
                 continue

@@ -97,8 +97,7 @@ class TrainerMonitor:
                 f"strategy is {type(strategy).__module__}.{type(strategy).__qualname__}: choose that strategy, or "
                 "leave the callback out"
             )
-        # before the model is wrapped, which is when the engine takes its listeners; so the bytes are asked of the
-        # strategy later
+        # the engine takes its listeners when the model is wrapped, which is later; so the strategy counts the bytes
         device = strategy.root_device
         self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), _SentBytes(strategy))
         strategy.add_listener(self._record)

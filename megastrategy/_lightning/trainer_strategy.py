@@ -416,8 +416,9 @@ class TrainerStrategy(_Base):
     # --- after an exception ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Waits, after an exception, until all ranks have left the run that it ended, so that no collective of that run
-        is matched with the next one.
+        """Waits, after an exception, until all ranks have left the failed run.
+
+        Otherwise a collective of that run could be matched with one of the next run.
 
         Raises:
             RuntimeError: if not all have, in bounded time. The processes must be started anew.

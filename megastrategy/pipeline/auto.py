@@ -17,7 +17,7 @@ from ..tools.plan.partitions import plan
 _PLANNED: Mapping[str, Literal["1f1b", "gpipe"]] = {"1F1B": "1f1b", "GPipe": "gpipe"}
 """The planner's names of torch's schedules."""
 _PLENTY = 2**60
-"""Bytes, where nobody says how many a device has."""
+"""Bytes of a device whose memory is unknown."""
 
 
 def planned_split(

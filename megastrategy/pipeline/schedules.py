@@ -35,7 +35,7 @@ class Chunk(nn.Module):
         self.last_layer = f"layer {self._numbers[-1]} ({type(self.layers[-1]).__name__})"
 
     def follow(self, layers: nn.ModuleList) -> None:
-        """Takes the layers that somebody has put in the places of its own, as conversions of batch norms do."""
+        """Adopts layers that replaced its own, as conversions of batch norms do."""
         for place, number in enumerate(self._numbers):
             if self.layers[place] is not layers[number]:
                 self.layers[place] = layers[number]
