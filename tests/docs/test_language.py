@@ -24,7 +24,6 @@ GENERATED = ("CHANGELOG.md", "breakages.md", "compatibility.md", "optimizers.md"
 
 NOT_YET = (
     "megastrategy/core",
-    "docs/tensor_parallel.md",
 )
 """Folders and files that are still to be rewritten."""
 
