@@ -22,9 +22,7 @@ that no table scrolls sideways, but a longer row is a paragraph."""
 GENERATED = ("CHANGELOG.md", "breakages.md", "compatibility.md", "optimizers.md", "private_names.md")
 """Pages whose rows quote tests and error messages, or are a record."""
 
-NOT_YET = (
-    "megastrategy/core",
-)
+NOT_YET = ("megastrategy/core",)
 """Folders and files that are still to be rewritten."""
 
 VAGUE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
