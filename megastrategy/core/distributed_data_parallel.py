@@ -101,8 +101,7 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # A module's own attribute of that name is more likely meant in a subclass that shows the module's
-            # attributes.
+            # In a subclass that shows the module's attributes, the module's own is more likely meant.
             if "ddp_config" not in self.__dict__ or hasattr(self.module, name):
                 raise
         return ddp_attribute(self, name)

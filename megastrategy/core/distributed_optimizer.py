@@ -200,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params a closure is called before, once. Shards are stepped with other arguments if trial steps show that
         nothing but elements depends on them; numbers are tried once.
 
-        When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
+        When it returns every rank holds all new weights. Gradients stay until they are zeroed, as torch's do.
 
         Raises:
             OptimizerNotShardableError: if shards cannot be stepped with these arguments, or with an option that was set

@@ -160,8 +160,7 @@ class ContiguousGradBuffers(GradBuffers):
         grads = self._notice_drops(range(len(self.params)))
         self._release_replaced_grads(grads)
         for bucket in self.layout.buckets:
-            # Outside of this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
-            # again.
+            # Outside of this rank's shard a reduced bucket has leftovers, which must not be averaged in again.
             if self._sharded and self._buckets[bucket.index].is_reduced:
                 self._reopen(bucket.index)
             else:

@@ -42,8 +42,7 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
     for group in others:
         if saved["state"] is not None:
             saved = group.join(impl, saved)
-    # Plain: what becomes of it, a copy, a file, a value of another container, must not matter when it is loaded; see
-    # completed_state.
+    # Plain, so that a copy of it, a file, or a value of another container loads alike; see completed_state.
     if saved["state"] is None:
         own = () if others else impl.extra_params.params
         saved = {**saved, "state": state_by_number(impl.inner, own)}
@@ -91,8 +90,9 @@ def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | N
 
 
 def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``saved`` with the state of the first rank of all, on a rank where it has entries only of parameters that
-    each rank steps by itself; these keep theirs. Collective over all ranks.
+    """Returns ``saved``, completed on ranks where it only has parameters that each rank steps by itself. Collective.
+
+    The other entries are the state of the first rank of all.
 
     Raises:
         NotOnAllRanksError, CheckpointError: as :func:`as_on_rank_zero`.

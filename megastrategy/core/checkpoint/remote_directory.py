@@ -70,7 +70,7 @@ class RemoteDirectory:
             ValueError: if fsspec knows no such protocol.
             ImportError: if it lacks the package for it.
         """
-        # Torch requires fsspec, so whoever has a URL has it; nobody else pays for the import.
+        # Torch requires fsspec, so it is installed; only users of URLs pay for the import.
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
         store = FileSystem()

@@ -97,8 +97,7 @@ class GlooCollectives(Collectives):
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, _end, self._worker, self._gloo_references)
-        # Counted in the caller's thread, in the order of the program: the number is what ranks compare to find a
-        # deadlock.
+        # Counted in the caller's thread, in the order of the program: ranks compare the number to find a deadlock.
         self._count(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 

@@ -81,8 +81,9 @@ def destroy_instances(every: Collectives) -> None:
 
 
 def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
-    """Makes groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances, with
-    the backend and the timeout of ``group``, which belongs to the engine."""
+    """Makes groups over this rank's instance of ``size`` ranks, and over the ranks at its place in all instances.
+
+    Backend and timeout are those of ``group``, which belongs to the engine."""
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
         raise ValueError(
             f"num_distributed_optimizer_instances={group.size() // size} needs groups over parts of the ranks, and "

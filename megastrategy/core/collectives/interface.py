@@ -223,13 +223,16 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """Replaces the rank-th of ``size`` equal parts of ``tensor`` by the sum over ranks of ``scale *`` that part
-        (with ``scale_sum``, by ``scale`` times the sum); the rest is undefined."""
+        """Replaces the rank-th of ``size`` equal parts of ``tensor`` by the sum over ranks of ``scale *`` that part.
+
+        With ``scale_sum`` it is ``scale`` times the sum. The rest of ``tensor`` is undefined."""
 
     @abstractmethod
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """Adds the result of :meth:`reduce_scatter` for this rank's part of ``tensor`` to ``sums``, computed in the
-        dtype of ``sums`` and in the order of the ranks; ``tensor`` is sent as it is, and undefined afterwards."""
+        """Adds the result of :meth:`reduce_scatter` for this rank's part of ``tensor`` to ``sums``.
+
+        It is computed in the dtype of ``sums`` and in the order of the ranks. ``tensor`` is sent as it is, and
+        undefined afterwards."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:

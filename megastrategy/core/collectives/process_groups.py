@@ -234,8 +234,10 @@ def has_gloo(group: ProcessGroup) -> bool:
 
 
 def address_to_listen_at(store: Store, rank: int, size: int) -> str:
-    """Returns the address of this machine's interface towards the other ranks, if gloo would choose a loopback address
-    and not all ranks are on this machine; otherwise "". Collective over ``store``, which must be empty.
+    """Returns the address of this machine's interface towards the other ranks, or "" if gloo may choose itself.
+
+    It is needed if gloo would choose a loopback address and not all ranks are on this machine. Collective over
+    ``store``, which must be empty.
 
     See [Note: hosts that cannot connect].
     """

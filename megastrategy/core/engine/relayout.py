@@ -3,7 +3,7 @@
 [Note: a move]
 Shards are cut at the ends of buckets, so other buckets are other shards: what each rank keeps of every parameter (the
 optimizers' state, main params, reduced gradients) goes to its new owner, bit by bit as it is. Ranks first tell each
-other what they keep, and leave everything where it is if somebody keeps what cannot be moved. Then the old layout's
+other what they keep, and leave everything where it is if a rank keeps state that cannot be moved. Then the old layout's
 buckets are gathered one after the other, a tensor of each kind at a time, and each rank copies out what will be its
 own. When every rank has everything, each changes over by itself, so that a collective that fails leaves all of it in
 the old layout. Parameters are whole on every rank, and are copied.
@@ -192,7 +192,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
                     if index in own[number]:
                         part = _cut(flat, index, bucket.start, present, layout, collectives.rank)
                         own[number][index][name] = holders[number].copy_of(name, part)
-    # nobody changes over before everybody can
+    # no rank changes over before all ranks can
     collectives.max_of_bytes([0])
     return own
 

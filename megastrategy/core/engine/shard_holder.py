@@ -1,4 +1,4 @@
-"""Whoever keeps tensors that the layout cuts, as a move to another layout sees it."""
+"""The interface between a move to another layout and an object that keeps tensors which the layout cuts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ShardHolder(ABC):
         """
 
     def num_kept(self) -> dict[int, int] | None:
-        """The numbers that are kept for each element, by parameter; None if nobody knows before the first step."""
+        """The numbers that are kept for each element, by parameter; None if they are unknown before the first step."""
         return {}
 
     def give_back(self) -> None:  # noqa: B027 - nothing to do where no state is kept

@@ -1,8 +1,8 @@
 """Compares the first batch, and the random states, of the ranks that share a model's parts.
 
 [Note: one batch for a tensor group]
-The ranks of a tensor group compute one model, each a part of it. Given different batches they train on a mixture that
-nobody asked for, and nothing fails: shapes fit, the loss goes down. Dropout on whole activations is such an input too,
+The ranks of a tensor group compute one model, each a part of it. Given different batches they train on an unwanted
+mixture, and nothing fails: shapes fit, the loss goes down. Dropout on whole activations is such an input too,
 which each rank draws for itself. Both are looked at once, in the first forward that trains: a sampler that goes by the
 wrong rank, or a seed that differs, does so from the first batch on.
 """

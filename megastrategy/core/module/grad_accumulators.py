@@ -33,7 +33,7 @@ class GradAccumulators:
         self._nodes: list[Any] = []  # torch's own types take Node.metadata, a dict, for a method
         self._frozen: list[Parameter] = []  # without a node: autograd gives none to what requires no gradient
         self._stream: Any = None
-        # Asked once: with overlap_param_gather="forward" whoever asks a parameter waits until it has come.
+        # Read once: with overlap_param_gather="forward" reading a parameter waits for its gather.
         self._device = torch.device("cpu")
 
     def extend(self, params: Sequence[Parameter]) -> None:
@@ -63,7 +63,7 @@ class GradAccumulators:
             return
         self._mark(stale := object())
         self._retake(now)
-        # A graph that is still alive (a loss that somebody keeps) holds its nodes: those come back with their stream.
+        # A graph that is still alive (a loss that user code keeps) holds its nodes: those come back with their stream.
         # Nodes of two streams are the race itself, so all stay on the old one until the next forward.
         if any(node.metadata.get(_MARK) is stale for node in self._nodes):
             self._retake(before)
@@ -96,4 +96,4 @@ class GradAccumulators:
 
 
 _MARK = "megastrategy"
-"""The key in a node's metadata, which lives as long as autograd's node, whoever asks for it."""
+"""The key in a node's metadata, which lives as long as autograd's node."""

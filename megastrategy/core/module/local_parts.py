@@ -128,11 +128,11 @@ class LocalParts:
 
 
 def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]:
-    """The parameters that are DTensors, by name; none where nobody has imported the class.
+    """The parameters that are DTensors, by name; none if the class is not imported.
 
     ``each_name``: a tied one under each of its names.
     """
-    # Importing it here would cost everybody; a class that nobody has imported has no instances.
+    # Importing it here would cost every user; a class that is not imported has no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if not kind:
         return {}

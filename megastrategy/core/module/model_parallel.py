@@ -181,7 +181,7 @@ class ModelParallel:
 
     @property
     def states(self) -> list[GroupState]:
-        """Those that join saved state, of the groups whose ranks have other parameters of the model."""
+        """The parts that join saved state, of groups whose ranks have different parameters of the model."""
         return [group.state for group in self.groups if group.state is not None]
 
     @property

@@ -117,7 +117,7 @@ def check_memory_is_own(
 def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str]:
     """Names the submodules with any of ``params`` whose forward ``torch.cuda.make_graphed_callables`` has replaced.
 
-    Transformer Engine's function of that name is seen too. Graphs that somebody captured by hand leave no trace.
+    Transformer Engine's function of that name is seen too. Graphs that user code captured by hand leave no trace.
     """
     wanted = {id(param) for param in params}
     return [

@@ -2,9 +2,9 @@
 
 [Note: moved, gone, come, replaced]
 A Parameter may move to another module or name (pruning, a parametrization), and go, with its module or alone: it is
-unused from then on, as under torch DDP. Modules that come (a copy that averages the weights) are nobody's business
+unused from then on, as under torch DDP. Added modules (a copy that averages the weights) do not matter
 until an optimizer takes their parameters in. But a parameter that goes when a trainable one comes was replaced: the
-optimizer would step the old one, and nobody would reduce or step the new one.
+optimizer would step the old one, and the new one would be neither reduced nor stepped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModuleWatch:
         self._holders: list[dict[str, Parameter | None]] = []  # where each parameter is,
         self._keys: list[str] = []  # and its key there
         self._gone: set[int] = set()  # those of them, by id, that were in the module no more when it was looked at last
-        self._others: list[Parameter] = []  # trainable ones that nobody asked for
+        self._others: list[Parameter] = []  # trainable ones that belong to no optimizer
         self._scripted: list[tuple[Any, str, Parameter]] = []  # those in modules of torch.jit, whose containers are no
         # dictionaries: where each is, and its key there
         self._buffers: list[tuple[Any, frozenset[str]]] = []  # each module's, and the keys that are ignored
@@ -122,6 +122,6 @@ def _replaced(name: str, came: str) -> ParameterChangedError:
     what = "another object" if came == name else f"{came!r}"
     return ParameterChangedError(
         f"parameter {name!r} was replaced by {what} (load_state_dict(assign=True), or an assignment to the module or "
-        "one of its submodules), which nobody would train. Load in place (assign=False, or param.data = x), or wrap "
+        "one of its submodules), which would not be trained. Load in place (assign=False, or param.data = x), or wrap "
         "the model again, with a new optimizer"
     )

@@ -38,7 +38,7 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
         model: whose forward is called.
         stays_local: it accumulates without sending, under ``no_sync``, and a sharded optimizer's step will reduce.
     """
-    # Nobody is a stage who has not imported pipelining, and the walk over frames would cost each forward microseconds.
+    # Without an import of pipelining there are no stages, and each forward saves the walk over frames.
     if _STAGE not in sys.modules:
         return
     names: list[str] = []

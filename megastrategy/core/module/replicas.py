@@ -2,7 +2,7 @@
 
 Nothing in the engine lets replicas part. What may is a user's own: weights that are written on one rank, or a parameter
 outside of ``parallelize_module``'s plan that is used on a part of the sequence alone, so that its gradient is another
-on each tensor rank. The loss goes down all the same, and nobody notices for long.
+on each tensor rank. The loss goes down all the same, and it is not noticed for long.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class TensorGroup(ModelGroup):
                 f"{what}: a mesh of one dimension is expected, that of the tensor ranks. Pass it alone: "
                 'parallelize_module(module, mesh["tp"], plan)'
             )
-        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that nobody has added up (Partial) has no
+        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that is not added up (Partial) has no
         # value to step.
         if type(param.placements[0]) not in (Shard, Replicate):
             raise ValueError(f"{what}: only Shard and Replicate are understood here, as parallelize_module makes them")
@@ -222,7 +222,7 @@ def _warn_of_broken_ties(module: nn.Module) -> None:
 
     ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
     """
-    # Vectors are left out: biases and norms are equal at the start, and no tie. So are copies that nobody trains.
+    # Vectors are left out: biases and norms are equal at the start, and no tie. So are copies that are not trained.
     local = {
         name: param.to_local().detach()
         for name, param in dtensors_of(module).items()

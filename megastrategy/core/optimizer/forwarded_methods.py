@@ -42,8 +42,7 @@ def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[st
             # They see no instance, so they work on the class that is made as they are.
             if isinstance(value, staticmethod | classmethod):
                 continue
-            # A class, or a callable without a binding, kept as an attribute is a value: called, it would not get the
-            # optimizer.
+            # A class, or an unbound callable, kept as an attribute is a value: called, it would not get the optimizer.
             is_method = callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
             members[name] = _method(name, value) if is_method else _attribute(name)
     return members
@@ -65,10 +64,10 @@ def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """The user's own, which decides what becomes of gradients; it is called with the model's Parameters in the groups,
     as under torch DDP."""
 
-    @functools.wraps(function)  # whoever calls it may ask for its signature, as accelerate does
+    @functools.wraps(function)  # a caller may ask for its signature, as accelerate does
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         shard_set: ShardSet = self._impl.shard_set
-        # A defaultdict: who merely looks at state[param] has made one, for a Parameter that nobody steps here.
+        # A defaultdict: reading state[param] makes an entry, for a Parameter that is not stepped here.
         num_known = len(shard_set.inner.state)
         result = shard_set.inner.zero_grad(*args, **kwargs)
         if shard_set.has_shards and len(shard_set.inner.state) > num_known:
@@ -96,7 +95,7 @@ def call_inner(shard_set: ShardSet, name: str, call: Call) -> Any:
     """Makes a call of the user's optimizer; see [Note: methods of the user's optimizer].
 
     Raises:
-        OptimizerNotShardableError: if it would be wrong on shards, or nobody knows.
+        OptimizerNotShardableError: if it would be wrong on shards, or that is unknown.
     """
     inner = shard_set.inner
     # Every rank steps the Parameters themselves, as under torch DDP.

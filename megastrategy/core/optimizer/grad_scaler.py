@@ -55,7 +55,7 @@ def adapt_scaler(
         way_out: from a precision with a scaler, for the error.
 
     Returns:
-        The class that it had, for whoever gives it back; None if it was not changed.
+        The class that it had, to be restored later; None if it was not changed.
 
     Raises:
         ValueError: if gradients are to be checked for infinities, which it makes on purpose.

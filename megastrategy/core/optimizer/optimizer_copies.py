@@ -5,7 +5,7 @@ A copy of a wrapped model is a plain module, and a copy of a :class:`~megastrate
 of the user's own class. Where every rank steps the Parameters themselves it is the copy that torch makes under DDP:
 parameters, state and groups are its own, and it steps. Where the optimizer has shards or main params a copy has neither
 the engine that reduces their gradients nor the other ranks' parts of the state: it has groups to read, with copies of
-the Parameters, and no state. It refuses to step, to save and to load, so that nobody trains on or resumes from a part.
+the Parameters, and no state. It refuses to step, to save and to load, so that no script trains on from a part.
 """
 
 from __future__ import annotations

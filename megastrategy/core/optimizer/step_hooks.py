@@ -1,8 +1,8 @@
-"""Whoever watches the steps of a user's optimizer, hooks and wrappers, and how shards are kept from them.
+"""Hooks and wrappers of a user's optimizer, and how shards are hidden from them.
 
 [Note: hooks around shards]
 torch's optimizers run hooks in the class's own ``step``: the global ones before those of the object, and after them at
-the end. A wrapper that somebody has put in the place of ``optimizer.step`` calls that ``step`` in the end. So the last
+the end. A wrapper that user code has put in the place of ``optimizer.step`` calls that ``step`` in the end. So the last
 hook before and the first one after are what is nearest to the arithmetic, and all watchers are outside of them.
 """
 
@@ -29,12 +29,12 @@ def may_see_shards(hook: H) -> H:
 
 
 def has_user_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody else's hook or wrapper may see the steps of an optimizer inside of a ShardedOptimizer."""
+    """Whether a hook or wrapper of user code may see the steps of an optimizer inside of a ShardedOptimizer."""
     own_hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     others = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     if own_hooks > 1 or not all(getattr(hook, _MAY_SEE_SHARDS, False) for hook in others):  # one refuses direct use
         return True
-    # A scheduler's wrapper notes that there was a call; what somebody else's does is not known.
+    # A scheduler's wrapper notes that there was a call; what any other wrapper does is not known.
     wrapper = optimizer.__dict__.get("step")
     while getattr(getattr(wrapper, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
         wrapper = getattr(wrapper, "__wrapped__", None)

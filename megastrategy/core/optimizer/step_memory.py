@@ -5,7 +5,7 @@ Under torch DDP a parameter may be given other memory (``p.data = ...``, as SAM 
 next one is another tensor. What is stepped on shards is a view of the weights that are gathered, and its gradient a
 view of a buffer that the next backward writes. So values that came into other memory are copied back into ours, and
 what is kept of a gradient becomes a copy. Else the model would not be trained, or trained with another gradient, and
-nothing would tell: trials cannot, whose tensors nobody else reads.
+nothing would tell: trials cannot, because no other code reads their tensors.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class WholeParams:
     """The parameters of one optimizer that it steps whole; see [Note: whole parameters].
 
     Attributes:
-        indices: of all of them, in the layout, whoever owns them.
+        indices: of all of them, in the layout, whichever rank owns them.
         groups: the numbers of the groups whose parameters are stepped whole.
         num_tensors: how many numbers the optimizer keeps for each element, by a parameter's number of dimensions.
     """

@@ -150,8 +150,7 @@ class FlatShard(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         order = self._memory_order()
         taken = 0
-        # Boxes lie one after the other in local, so counting elements finds each; an index without an offset means the
-        # first.
+        # Boxes follow each other in local, so counting elements finds each; without an offset the first is meant.
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
@@ -167,7 +166,7 @@ class FlatShard(Tensor):
         return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
     def _boxes(self) -> list[Box]:
-        """Those of the whole tensor, in the order in which they lie in ``local``."""
+        """The boxes of the whole tensor, in their order in ``local``."""
         order, shape = self._memory_order(), self.part_shape
         back = [order.index(dim) for dim in range(len(order))]
         in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.local.numel())

@@ -8,7 +8,7 @@ below or from above, and both have that weight. No choice of 16 bits for an elem
 bit for each element, eight in a byte, set where the difference is +2**15. (apex has 16 bits and rounds from half way
 up. Then main params are exact, and one weight in some 130,000 is not what torch rounds its own to.)
 
-A weight that somebody changes from outside keeps the difference, less than half a unit in its own last place. Where
+A weight that user code changes keeps the difference, less than half a unit in its own last place. Where
 that would not be the rounding of any main param (beside zero, at infinity) the weight is taken as it is.
 """
 
@@ -29,7 +29,7 @@ class Bitmap:
         self.held = held
 
     def read(self, start: int, end: int) -> Tensor | None:
-        """Those of elements ``[start, end)``: bool, in a tensor of its own. On the host None, if none is set."""
+        """The bits of elements ``[start, end)``: bool, in a tensor of its own. On the host None, if none is set."""
         first = start // 8
         held = self.held[first : -(-end // 8)]
         if devices.is_on_host(held.device) and not bool(held.any()):  # nearly always
@@ -71,7 +71,7 @@ class LowBits:
     first: int
 
     def part(self, low: Tensor, start: int) -> LowBits:
-        """Those of the elements from ``start`` on; ``low`` is the part of this one's."""
+        """The low bits of the elements from ``start`` on; ``low`` is the part of this one's."""
         return LowBits(low, self.bitmap, self.first + start)
 
     def join(self, weights: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ orders them, and what would happen else:
 - A copy to the device starts behind the caller's stream: its memory was another tensor's, with work on it still queued.
 - The caller's stream is put behind that copy before the piece is used: it would be half of it the last one's.
 - A copy to the host starts behind the caller's stream: it would take what was there before the step.
-- What goes to the host is held until the caller's stream has been put behind that copy: the allocator gives memory
-  that nobody holds to the next tensor of the caller's stream. That is done when the next piece goes, one piece late, so
+- What goes to the host is held until the caller's stream has been put behind that copy: the allocator gives free memory
+  to the next tensor of the caller's stream. That is done when the next piece goes, one piece late, so
   that nothing stands still for it.
 
 At the end of a step the host waits for all copies. Between steps what is kept is in host memory and at rest, so that
-whoever reads it (a checkpoint, the user) need not know of any stream. A step that failed may have had a piece brought
-that nobody used: its memory is another tensor's by then, and the copy would be written over that.
+a reader (a checkpoint, the user) need not know of any stream. A step that failed may have copied a piece
+that was not used: its memory is another tensor's by then, and the copy would be written over that.
 """
 
 from __future__ import annotations

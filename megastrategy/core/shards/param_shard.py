@@ -4,7 +4,7 @@
 With ``param_wire_dtype`` owners send rounded changes of fp32 weights, which they add to their own weights too, so that
 all ranks hold the same bits. What rounding left out is the owner's to keep: it is what ``main`` holds between steps. A
 step begins with ``main += weights``, which are the exact weights then, and ends with ``main -= weights``, when those
-have changed by what could be sent. So nothing is lost but for a while; and weights that somebody writes from outside
+have changed by what could be sent. So nothing is lost but for a while; and weights that user code writes
 are those that the next step begins with, without being looked for.
 """
 
@@ -139,7 +139,7 @@ def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits
 
 
 def drop_remainders(stepped: Iterable[HasMain]) -> None:
-    """Forgets what others were not sent: nobody knows how much of it ``main`` holds."""
+    """Forgets what others were not sent: it is unknown how much of it ``main`` holds."""
     for each in stepped:
         if each.keeps_remainder:
             each.main.zero_()

@@ -5,7 +5,7 @@ Adam's second moment moves by a thousandth of itself in a step, and bf16 has one
 nearest it would stay where it is for good. Rounded up with the probability of what is cut off, it is right on the mean.
 
 The random numbers are hashed from the name of the parameter, the element's place in it, and the number of the step. So
-there is no generator with a state that somebody has to save; and the same element is rounded the same way wherever it
+there is no generator whose state has to be saved; and the same element is rounded the same way wherever it
 lies, on any number of ranks, in any buckets, and in a run that was resumed.
 """
 

@@ -170,8 +170,9 @@ def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> d
 
 
 def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | str]) -> list[dict[str, Any]]:
-    """The groups as the optimizer's own ``state_dict`` has them, which may be other than it keeps (Dion's learning
-    rates are tensors, and numbers in a file).
+    """The groups as in the optimizer's own ``state_dict``, which may differ from those that it keeps.
+
+    Dion's learning rates are tensors, and numbers in a file.
 
     Args:
         names: what stands for its parameters, by ``id``.

@@ -89,8 +89,7 @@ class Fragment(NamedTuple):
 
 
 class LazyMainParam(Mapping[str, Tensor]):
-    """The main param of a shard under a name; where it has to be made it is made when it is read, and nobody keeps
-    it."""
+    """The main param of a shard under a name; if it has to be made, it is made when it is read, and not kept."""
 
     def __init__(self, name: str, shard: ParamShard) -> None:
         self._name, self._shard = name, shard
@@ -237,7 +236,7 @@ def _agree(
         having = [owner for owner in owners if owner not in lacking]
         raise CheckpointError(
             f"state {name!r} of parameter {param!r} is kept on rank(s) {having} and not on rank(s) {lacking}, which "
-            "step other parts of it, so that nobody knows the whole. Load a state on all ranks or on none; an "
+            "step other parts of it, so that the whole is unknown. Load a state on all ranks or on none; an "
             "optimizer that begins to keep something when it sees certain gradients needs whole parameters: "
             f"pass {all_reduce_option}"
         )

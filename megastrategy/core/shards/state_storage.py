@@ -11,8 +11,8 @@ With ``store_param_remainders`` main params are made for the slice in the same w
 With ``offload_optimizer_states`` the state, fp32 or narrow, is in the host's memory between steps, and of the device
 for its slice alone; the next slice's is brought meanwhile, and the last one's goes back (:mod:`.offload`).
 
-Nobody else needs to know, either. What is saved is fp32, each number exactly; what is loaded is rounded to the nearest,
-which changes nothing of what was saved so. Counters stay as they are, and so does state of another dtype than fp32, and
+No other code needs to know. Saved state is fp32, each number exactly. Loaded state is rounded to the nearest, which
+changes nothing of state that was saved so. Counters stay as they are, and so does state of another dtype than fp32, and
 that of parameters that are stepped whole, which need not have a number for each element.
 """
 
@@ -213,7 +213,7 @@ class StateStorage:
                 if wide := self._fp32_state(slice_, names):
                     self._state[slice_.main] = wide
             yield
-        finally:  # after an error too: a state in fp32 under a tensor that is gone would be nobody's
+        finally:  # after an error too: a state in fp32 under a tensor that is gone would be lost
             left = [pair for slice_ in slices for pair in self._narrow(slice_, names, layout)]
             if self._offload is not None and left:
                 self._offload.send(*zip(*left, strict=True))
@@ -350,7 +350,7 @@ class StateStorage:
 
 class _Widened(Mapping[str, Any]):
     """The state of a shard, or of neighbours, as it is saved: what is narrow is fp32 when it is read, one tensor at a
-    time, and nobody keeps it."""
+    time, and not kept."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -378,7 +378,7 @@ def _looks_at_loaded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_narrow(value: Any) -> bool:
-    # Whoever made it: an optimizer that keeps bf16 itself is given fp32 as well. No counter is 1-D.
+    # Also the optimizer's own: one that keeps bf16 itself is given fp32 as well. No counter is 1-D.
     return isinstance(value, Tensor) and value.dtype == NARROW and value.dim() == 1
 
 

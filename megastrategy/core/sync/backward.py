@@ -186,7 +186,6 @@ def backward_starts(outputs: Any) -> Iterator[Tensor]:
         # A hook on a tensor without a graph raises, or (on a leaf) tells of its own gradient, which comes last.
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             yield leaf
-        # torch's pytree takes a dataclass for a leaf. Missed, its backward would seem to end with a checkpoint's inner
-        # one.
+        # torch's pytree takes a dataclass for a leaf. Missed, its backward would seem to end with an inner one.
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from backward_starts([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

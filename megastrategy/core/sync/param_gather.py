@@ -3,8 +3,8 @@
 [Note: parameters that are waited for when they are read]
 With ``overlap_param_gather="forward"`` the gathers go on while user code does. Until a bucket is there, its parameters
 are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, makes plain parameters of
-them again, and does what was asked for. So whoever reads a parameter first waits, be it in a module's forward, in
-``state_dict``, ``deepcopy`` or an averaging callback; nobody who reads it later notices anything. It is how torch's own
+them again, and does what was asked for. So the first read of a parameter waits, in a module's forward, in
+``state_dict``, ``deepcopy`` or an averaging callback; later reads notice nothing. It is how torch's own
 lazy modules turn into plain ones (``UninitializedParameter`` changes its class). Code that takes tensors without asking
 them (an extension's kernel) is served by a hook on the modules that hold the parameters, which stands as long.
 """
@@ -96,7 +96,7 @@ class ParamGather:
         self._wait_for(list(self._handles))
 
     def defer(self) -> None:
-        """Makes whoever first reads a parameter from now on wait for its bucket."""
+        """Makes the first read of a parameter from now on wait for its bucket."""
         # Walking the modules takes milliseconds, so only after parameters have joined.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
@@ -131,7 +131,7 @@ class ParamGather:
             self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
 
     def _wait_alone(self, buckets: Sequence[int]) -> None:
-        """Waits on the stream of whoever reads first, and on the loop's: after this, nobody else will wait."""
+        """Waits on the stream of the first reader, and on the loop's: after this, no other read waits."""
         self._emit(EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
@@ -147,7 +147,7 @@ class ParamGather:
                     # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
                     self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                     self._make_plain(bucket)
-        except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
+        except CollectiveError:  # those behind it will not arrive either, and code that caught it may clean up
             pending, self._handles = list(self._handles), {}
             self.missing.update(pending)
             for bucket in pending:
@@ -170,7 +170,7 @@ class ParamGather:
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):
-            # Its class may have been replaced meanwhile, by whoever knows the same trick; that one stays.
+            # Other code with the same trick may have replaced its class meanwhile; that one stays.
             if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
                 param.__class__ = type(param)._plain  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
@@ -240,7 +240,7 @@ class _Awaited:
 
     def _finish(self) -> None:
         self._gather.finish_params([self])  # type: ignore[list-item]
-        if isinstance(self, _Awaited):  # made by somebody from a parameter's class
+        if isinstance(self, _Awaited):  # made by other code from a parameter's class
             self.__class__ = type(self)._plain  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

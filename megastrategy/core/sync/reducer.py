@@ -105,7 +105,7 @@ class Reducer:
             lambda device: collectives.wait_for_device(device, "a collective before check_for_nan_in_grad"),
         )
         self.microbatch = 0
-        """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
+        """Counted by the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
         """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
         self._has_local_grads = self._has_agreed = False

@@ -275,8 +275,7 @@ class GroupProbe:
         """Whether in each piece half of the larger weights moved by much more than their rounding."""
         for number, spans in enumerate(self._parts_to_move()):
             well = (whole.reach[number] >= _WELL_ABOVE * self._rounding(whole, number)).reshape(-1)
-            # Weights of zero move exactly, and small ones nearly so: only the larger can hide a coupling in their
-            # rounding.
+            # Weights of zero move exactly, and small ones nearly so: only larger ones hide a coupling in rounding.
             large = (self.problem.starts[number].abs() > 0.1).reshape(-1)
             for span in spans:
                 if well[slice(*span)][large[slice(*span)]].float().mean() < 0.5:

@@ -55,7 +55,7 @@ class StepArguments:
             # Whole tensors would meet shards in the step. One number means the same for both.
             if any(tensor.numel() > 1 for tensor in tensors_in(value)):
                 raise NotForShardsError(
-                    f"its argument {name!r} has tensors of more than one element, which nobody cuts to shards"
+                    f"its argument {name!r} has tensors of more than one element, which are not cut to shards"
                 )
 
     @property

@@ -187,8 +187,9 @@ class Problem:
         return trials
 
     def rerun_alone(self, make_copy: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
-        """Repeats the steps with the same gradients on the same tensors, each in an optimizer of its own, as plain
-        tensors like those that owners step."""
+        """Repeats the steps with the same gradients on the same tensors, each in a separate optimizer.
+
+        The tensors are plain, like those that owners step."""
         trials = []
         for number, start in enumerate(self.starts):
             trial = Trial(make_copy(), [start.clone()])
