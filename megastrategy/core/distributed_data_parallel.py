@@ -209,8 +209,8 @@ class DistributedDataParallel(nn.Module):
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
-        # A forward that ran the backwards too leaves nothing for a later backward to compute.
-        if training and not engine.model_parallel.runs_backwards:
+        # A forward that runs the backwards of a batch leaves nothing for a later backward.
+        if training and engine.reducer.batch is None:
             engine.reducer.after_forward(outputs, sync)
         engine.emit(EventKind.FORWARD_END, int(training))
         return outputs

@@ -17,7 +17,7 @@ from ..tools.plan.partitions import plan
 _PLANNED: Mapping[str, Literal["1f1b", "gpipe"]] = {"1F1B": "1f1b", "GPipe": "gpipe"}
 """The planner's names of torch's schedules."""
 _PLENTY = 2**60
-"""Bytes of a device whose memory is unknown."""
+"""The bytes of a device whose memory is unknown."""
 
 
 def planned_split(
@@ -29,13 +29,14 @@ def planned_split(
     schedule: str,
     keep_together: Sequence[tuple[int, int]],
 ) -> Sequence[int]:
-    """The number of layers of each stage with which a step is fastest by the planner's simulation. Collective over the
-    stages.
+    """Returns the numbers of layers per stage for the shortest step in the planner's simulation.
+
+    Collective over the stages.
 
     Args:
-        sample: one microbatch, of the first layer.
-        mesh: of the stages.
-        device: this rank's.
+        sample: one microbatch of the first layer's argument.
+        mesh: the ranks of the stages.
+        device: the device of this rank.
 
     Raises:
         ValueError: if there is no sample, the devices differ, layers are cut, a rank has several stages, or nothing
@@ -61,7 +62,7 @@ def planned_split(
             f"split_spec='auto' is for devices of one kind, and the stages have {', '.join(n for n, _ in every)}: say "
             "what they are to megastrategy.plan(layers, sample, devices=..., microbatches=...), and pass its split_spec"
         )
-    # How fast they are does not matter to who gets what: all are as fast.
+    # The speed makes no difference for equal devices.
     cards = [Card(name, memory, 1e12)] * mesh.size()
     found = plan(
         layers,

@@ -1,18 +1,20 @@
-"""Gradients of a batch whose backwards run inside of the model's forward, microbatch by microbatch.
+"""Connects the backwards that a pipeline runs inside of its forward, microbatch by microbatch, to the engine.
 
 [Note: backwards inside of a forward]
-A schedule runs all forwards and backwards of a batch, so they are over when the module's forward returns, and the loss
-that it returns has nothing left to compute. Three things follow. Gradients of the batch begin at zero when the forward
-begins, and a ``zero_grad`` between it and ``loss.backward()``, where many loops have it, belongs before the forward.
-Whether gradients of the last batch were meant to be added to is known when ``loss.backward()`` has come without it.
-``loss.backward()`` multiplies the gradients by what the loss was multiplied with. And reductions are launched by the
-last backward of each stage, but waited for when the schedule has ended: a stage that waited in its last backward for
-ranks of other stages would keep the gradient of its input, which those wait for.
+A schedule runs all forwards and backwards of a batch, so that ``loss.backward()`` has nothing left to compute when the
+module's forward has returned. Three rules follow.
 
-[Note: several stages a rank]
-Under an interleaved schedule a rank's last stage has its last backward while the others have some left. Parameters are
-laid out from the last layer to the first, so the first buckets are that stage's, and are launched then. The backwards
-that follow accumulate beside buckets that are on the wire, and reach no parameter of those.
+- Gradients begin at zero when the forward begins. A ``zero_grad`` between the forward and ``loss.backward()``, as many
+  loops have it, counts as one before the forward. If none has come when ``loss.backward()`` runs, the loop wanted to
+  accumulate over batches, which is an error.
+- ``loss.backward()`` multiplies the gradients by the factor that the loss was multiplied with.
+- The last backward of each stage launches reductions, and they are waited for when the schedule has ended. A stage that
+  waited in its last backward would not send the gradient of its input, for which other stages wait.
+
+[Note: several stages per rank]
+Under an interleaved schedule the last stage of a rank finishes its backwards before the rank's other stages. Parameters
+are laid out from the last layer to the first, so the first buckets belong to that stage, and are launched then. Later
+backwards accumulate while these buckets are on the wire, and reach none of their parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ..core import Collectives, DeferredBatch, Engine, ModelGroup, devices
 from ..errors import MegastrategyError, StageError
 
 _FACTOR = struct.Struct("<d")
-"""The factor of the correction to the mean over tokens; 0.0 where there is none."""
+"""The factor of the correction to the mean over tokens; 0.0 if there is none."""
 
 _WHY_NOT_COUNTED = (
     "the losses of a pipeline's microbatches are inside of its forward, and so are their backwards. Count the tokens "
@@ -40,32 +42,32 @@ _WHY_NOT_COUNTED = (
 
 
 class _State(enum.Enum):
-    """Tells how far the gradients of a batch have come."""
+    """The state of a batch's gradients."""
 
     NONE = enum.auto()
     """There are none, or they were dropped."""
     MADE = enum.auto()
-    """The forward has returned, and the backward of its loss has not come yet."""
+    """The forward has returned, and the backward of its loss has not run."""
     READY = enum.auto()
-    """It has come; a step may use them."""
+    """The backward of the loss has run; a step may use them."""
 
 
 class StagedBackwards:
-    """Connects the backwards that a pipeline's forward runs to the engine.
+    """The backwards that the forward of one wrapped pipeline runs.
 
     Args:
-        ranks: of the stages.
-        places: by rank, the number of its first stage.
-        copies: adds up the gradients of copies of tied weights.
+        group: the ranks of the stages.
+        first_stages: by rank, the number of its first stage.
     """
 
-    def __init__(self, engine: Engine, ranks: Collectives, places: Sequence[int], copies: ModelGroup) -> None:
-        self._engine = weakref.ref(engine)  # which has this object, as the user's module does
-        self._ranks, self._places, self._copies = ranks, places, copies
+    def __init__(self, engine: Engine, group: ModelGroup, first_stages: Sequence[int]) -> None:
+        # Weak: the user's module refers to this object, and engine and group are freed without close().
+        self._engine, self._group = weakref.ref(engine), weakref.ref(group)
+        self._first_stages = first_stages
         self._batch = engine.reducer.batch = DeferredBatch(_WHY_NOT_COUNTED)
         self._state = _State.NONE
         self._num_steps = 0  # when the gradients became ready
-        self._are_left = False  # those of an earlier batch were ready when the forward began
+        self._are_left = False  # gradients of an earlier batch were ready when the forward began
         self._made: list[Tensor | None] = []  # .grad by parameter, between forward and backward
 
     @property
@@ -75,7 +77,7 @@ class StagedBackwards:
         return engine
 
     def begin(self) -> None:
-        """A forward that trains begins.
+        """Begins the gradients of a batch, before a forward that trains.
 
         Raises:
             StageError: if gradients are to accumulate over several batches.
@@ -101,60 +103,67 @@ class StagedBackwards:
         )
 
     def before_backward(self, outputs: Any, *, is_last: bool, has_loss: bool) -> None:
-        """A backward is about to start from ``outputs``, which are the loss of a microbatch if it ``has_loss``;
-        ``is_last``: no other backward of this batch reaches a parameter that it reaches."""
+        """Prepares a backward that starts from ``outputs``.
+
+        Args:
+            outputs: the outputs of a stage, or the loss of a microbatch.
+            is_last: whether no later backward of the batch reaches a parameter of this one.
+            has_loss: whether ``outputs`` are a loss.
+        """
         reducer = self._present.reducer
         reducer.tokens.has_loss = has_loss
         reducer.backwards.forget()
         reducer.prepare(outputs, sync=is_last)
 
     def finish(self, problem: str = "") -> None:
-        """The schedule has ended on this stage, and nothing is on its way between stages. Collective over all stages.
+        """Waits for the reductions, when the schedule has ended on this stage. Collective over all stages.
 
         Args:
-            problem: why its gradients are of no use, as far as this stage knows; empty if they are right.
+            problem: the reason of this stage to reject the gradients; empty if they are right.
 
         Raises:
             StageError: on all stages, if there is a problem on any.
-            MegastrategyError: on all stages, if the gradients of any are refused; all are dropped then.
+            MegastrategyError: on all stages, if those of any stage are rejected. All gradients are dropped then.
         """
-        engine = self._present
-        wanted, refusal = engine.reducer.finish_batch(self._batch, self._copies)
+        engine, group = self._present, self._group()
+        assert group is not None, "the engine has it"
+        assert group.ranks is not None, "it is connected"
+        wanted, refusal = engine.reducer.finish_batch(self._batch, group)
         engine.move_to(wanted)
         self._state = _State.NONE
         try:
-            self._agree(engine, StageError(problem) if problem else refusal)
+            self._agree(engine, group.ranks, StageError(problem) if problem else refusal)
         except MegastrategyError:
             self._clear(engine)
             raise
         self._state = _State.MADE
         self._made = [param.grad for param in engine.grad_buffers.params]
 
-    def _agree(self, engine: Engine, refusal: MegastrategyError | None) -> None:
-        # On the hosts: what the device has launched is not waited for. Only the last stage has losses to count.
+    def _agree(self, engine: Engine, ranks: Collectives, refusal: MegastrategyError | None) -> None:
+        # Between hosts, without waiting for the device. Only the last stage has losses to count.
         tokens = engine.reducer.tokens
-        [refused, *factor] = self._ranks.host.max_of_bytes([refusal is not None, *_FACTOR.pack(tokens.factor)])
+        [refused, *factor] = ranks.host.max_of_bytes([refusal is not None, *_FACTOR.pack(tokens.factor)])
         if not refused:
             [of_last_stage] = _FACTOR.unpack(bytes(factor))
             if of_last_stage and not tokens.factor:
                 tokens.scale(of_last_stage)
             return
         reason = None if refusal is None else (type(refusal), str(refusal))
-        for rank, theirs in enumerate(self._ranks.all_gather_objects(reason)):
+        for rank, theirs in enumerate(ranks.all_gather_objects(reason)):
             if theirs is not None:
                 kind, text = theirs
-                raise kind(f"stage {self._places[rank]}: {text}") from refusal
+                raise kind(f"stage {self._first_stages[rank]}: {text}") from refusal
 
     def abandon(self) -> None:
-        """The schedule broke off in an exception: what its backwards have left is dropped before the next."""
+        """Ends the batch after an exception; the next forward drops the gradients of its backwards."""
         self._state = _State.NONE
         self._batch.is_open = False
 
     def use(self, grad: Tensor) -> None:
-        """The backward of the loss has come; ``grad``: one number, with which the loss was multiplied since.
+        """Makes the gradients ready, in the backward of the loss, multiplied by ``grad`` (one number).
 
         Raises:
-            StageError: if it came before, or the next forward did.
+            StageError: if this is the second backward of the loss, or comes after the next forward.
         """
         engine = self._present
         if self._state is not _State.MADE:
@@ -167,17 +176,17 @@ class StagedBackwards:
             self._state, self._are_left = _State.NONE, False
             self._clear(engine)
             raise self._accumulates("no step has used those of the last batch")
-        # A zero_grad of the module's own belongs before the forward, as others do.
+        # A zero_grad() of the plain module counts as one before the forward, too.
         engine.grad_buffers.restore_grads(made)
         self._state, self._num_steps, self._are_left = _State.READY, engine.num_steps, False
-        # A device is not read: the host would wait for the whole step there.
+        # Not read from an accelerator: the host would wait for the whole step.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
             grads = engine.grad_buffers.local_grads(range(len(engine.params)))
             if grads:
                 torch._foreach_mul_(grads, grad.to(grads[0].dtype))
 
     def takes_zero_grad(self) -> bool:
-        """Whether a ``zero_grad`` that comes now belongs before the forward; gradients that are ready it drops."""
+        """Whether a ``zero_grad`` now counts as one before the forward. Gradients that are ready it drops."""
         self._are_left = False
         if self._state is _State.READY:
             self._state = _State.NONE

@@ -1,7 +1,7 @@
-"""The buffers of a loss module, which the last stage computes: centers of classes, running statistics, counters.
+"""The buffers of a loss module, which only the last stage updates: centers of classes, running statistics, counters.
 
-Every stage has the module, and its state is saved from the lowest rank. So what the last stage has made of its buffers
-comes to the others at the end of each batch.
+Every stage has the module, and the lowest rank saves its state. So the last stage sends its buffers to the other stages
+at the end of each batch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from torch.distributed import ProcessGroup
 
 
 class LossBuffers:
-    """The buffers of a loss, as they are before a batch; none where it is a function.
-
-    Args:
-        loss: of a pipeline.
-    """
+    """The buffers of a pipeline's loss before a batch; none if the loss is a function."""
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
         self._kinds = self._found()
 
     def problem(self) -> str:
-        """Why the other stages cannot have them; empty if they can."""
+        """Returns the reason why the buffers cannot be sent to the other stages; empty if they can."""
         if (found := self._found()) == self._kinds:
             return ""
         name = next(name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name))
@@ -36,7 +32,7 @@ class LossBuffers:
         )
 
     def share(self, group: ProcessGroup | None, last: int) -> None:
-        """Brings those of rank ``last`` to all ranks of the stages. Collective, if there are any."""
+        """Broadcasts the buffers of rank ``last`` to all ranks of the stages. Collective if there are any."""
         if not self._kinds:
             return
         buffers = [buffer for _, buffer in self._loss.named_buffers()]

@@ -1,4 +1,4 @@
-"""A chain of layers, of which each rank has a stage."""
+"""A chain of layers that is divided into stages, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .stage import PlainValues
 from .stage_group import Copies, StageGroup
 
 _MOST_RUNS = 8
-"""Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
+"""The number of schedules that are kept, one per kind of batch: each has memory for the tensors that it receives."""
 
 
 class Pipeline(StagedModule):
@@ -62,7 +62,7 @@ class Pipeline(StagedModule):
         layers: all of them; those of other ranks are empty modules in their places, so that parameters have the
             names that they have in the whole model.
         plan: which stages and layers each rank has.
-        places: by rank of the stages' group, the number of its first stage.
+        first_stages: by rank of the stages' group, the number of its first stage.
         copies: all parameters that several ranks have, in one order on all ranks.
 
     Raises:
@@ -70,7 +70,7 @@ class Pipeline(StagedModule):
     """
 
     layers_name = "layers"
-    places: Sequence[int] = ()
+    first_stages: Sequence[int] = ()
     copies: Sequence[Copies] = ()
 
     def __init__(
@@ -96,7 +96,7 @@ class Pipeline(StagedModule):
         if split_spec == "auto":
             split_spec = [len(layers)]
             if mesh is not None:
-                # The planner is a tool: who writes the division does not import it.
+                # Imported here: the planner is a tool that a given division does not need.
                 from .auto import planned_split
 
                 division = microbatches, schedule, keep_together
@@ -110,7 +110,7 @@ class Pipeline(StagedModule):
         self._inputs = {number: (n,) if isinstance(n, str) else tuple(n) for number, n in (inputs or {}).items()}
         if unknown := sorted(number for number in self._inputs if not 0 <= number < len(layers)):
             raise ValueError(f"inputs has layer {unknown[0]}: expected numbers of layers, 0 to {len(layers) - 1}")
-        # Not the mesh's local rank, which is that of its group: torch sorts the ranks of groups.
+        # Not the mesh's local rank, which is a rank of its group: torch sorts the ranks of groups.
         in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
         self._rank = in_order.index(dist.get_rank()) if mesh is not None else 0
         self._in_order: ProcessGroup | None = None  # the ranks in the order of the stages
@@ -119,7 +119,7 @@ class Pipeline(StagedModule):
             _check_loss(loss)
             self.stage_group = mesh.get_group()
             order = [dist.get_group_rank(self.stage_group, rank) for rank in in_order]
-            self.places = [order.index(rank) for rank in range(len(order))]
+            self.first_stages = [order.index(rank) for rank in range(len(order))]
             self.copies = _find_copies(layers, self.plan, order)  # while they are still one parameter
         own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
         self.names_elsewhere = {
@@ -143,13 +143,13 @@ class Pipeline(StagedModule):
             group = self.stage_group
             self._ranks = make_collectives(private_group(group, self._device), self._device)
             self._in_order = subgroup(group, order, self._device)
-        # Not registered: the layers are this module's already, under their names.
+        # Not registered: the layers are registered already, under their names.
         self._chunks = tuple(
             Chunk({number: self.layers[number] for number in self.plan.layers(stage)}, self._inputs)
             for stage in self.plan.stages_of(self._rank)
         )
         self._runs: dict[Any, Run] = {}
-        self._seen: list[Any] = []  # what the kept schedules are of
+        self._seen: list[Any] = []  # layers and parameters for which the kept schedules were made
         self._numbers = PlainValues(self.layers)
         self._loss_buffers = LossBuffers(loss)
         self._backwards: StagedBackwards | None = None
@@ -158,16 +158,16 @@ class Pipeline(StagedModule):
         return StageGroup(self, module, parts)
 
     def attach(self, backwards: StagedBackwards | None) -> None:
-        """The module was wrapped: its forward reports its backwards to ``backwards``; None when it is unwrapped."""
+        """Sets the object to which the forward reports its backwards; None when the module is unwrapped."""
         self._backwards = backwards
 
     def layer_of(self, name: str) -> int:
         """Returns the number of the layer that a parameter or buffer of this module belongs to."""
-        # A loss is registered before the layers.
+        # A loss, which is no layer, is registered before the layers.
         return int(name.split(".")[1]) if name.startswith(f"{self.layers_name}.") else -1
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has this stage's layers, and no way to the others.
+        # A copy has this stage's layers, and no groups of ranks.
         alone = dict.fromkeys(("stage_group", "_in_order", "_ranks", "_backwards"))
         return {**super().__getstate__(), **alone, "_runs": {}}
 
@@ -227,7 +227,7 @@ class Pipeline(StagedModule):
         try:
             run = self._run(True, self.microbatches, args, inputs, target)
             loss = self._from_last_stage(run.train(args, inputs, target, backwards))
-            self._numbers.note()
+            self._numbers.record()
         except BaseException:
             backwards.abandon()
             raise
@@ -240,14 +240,14 @@ class Pipeline(StagedModule):
         return _Done.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, backwards)  # type: ignore[no-any-return]
 
     def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
-        """The loss of a process that has all layers, to be trained on as any other."""
+        """Returns the loss, with a graph, on a process that has all layers."""
         parts = zip(*(split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
         chain = self._whole_chain()
         losses = [scalar(self._loss(chain(*part, **named), wanted)) for part, named, wanted in parts]
         return torch.stack(losses).mean()
 
     def _whole_chain(self) -> Chunk:
-        """All layers; in a copy of a stage one of those that it does not have raises."""
+        """Returns all layers as one module; in a copy of a stage, layers of other stages raise when they are called."""
         return Chunk(dict(enumerate(self.layers)), self._inputs)
 
     def _evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, microbatches: int) -> Any:
@@ -255,7 +255,7 @@ class Pipeline(StagedModule):
             output = self._whole_chain()(*args, **inputs)
             return output if target is None else scalar(self._loss(output, target))
         is_last = self._rank == self.plan.num_ranks - 1
-        # Once more where shapes have changed with what no stage can compare, like an attribute of a class.
+        # Twice, if shapes have changed for a reason that stages cannot compare, such as an attribute of a class.
         for is_again in (False, True):
             run = self._run(False, microbatches, args, inputs, target)
             output, problem = run.evaluate(args, inputs), run.problem
@@ -265,7 +265,7 @@ class Pipeline(StagedModule):
                 except ValueError as error:
                     problem = str(error)
             problem = problem or self._loss_buffers.problem()
-            self._numbers.note()
+            self._numbers.record()
             if not any(self._ranks.host.max_of_bytes([bool(problem)])):
                 break
             self._runs.clear()
@@ -279,14 +279,14 @@ class Pipeline(StagedModule):
     # --- between stages ----------------------------------------------------------------------------------------------
 
     def _run(self, trains: bool, microbatches: int, args: Any, inputs: Any, target: Any) -> Run:
-        """The schedule for such a batch. Collective over the stages, which must have the same kind of batch."""
-        # What the layers return may depend on either: under autocast it has 16 bits.
+        """Returns the schedule for such a batch. Collective over the stages, which must have the same kind of batch."""
+        # Outputs of layers depend on it: under autocast they have 16 bits.
         cast = torch.is_autocast_enabled(self._device.type) and str(torch.get_autocast_dtype(self._device.type))
         batch = [_kind(leaf) for leaf in tree_leaves((args, dict(inputs)))]
         targets = [_kind(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in tree_leaves(target)]
         kind = str((trains, microbatches, self.training, cast, batch, targets))
         for chunk in self._chunks:
-            chunk.follow(self.layers)
+            chunk.update_layers(self.layers)
         self._loss_buffers = LossBuffers(self._loss)
         seen = [*map(id, self.layers), *((param.requires_grad, param.dtype) for param in self.layers.parameters())]
         changed, self._seen = seen != self._seen or self._numbers.have_changed(), seen
@@ -306,13 +306,13 @@ class Pipeline(StagedModule):
                     f"{' and '.join(map(repr, others))}: copies of a tied weight would part. Freeze or unfreeze it in "
                     "each of these layers"
                 )
-        # What passes between stages needs gradients where it did not, or the other way round; or has other shapes.
+        # Tensors between stages may need gradients now, or need none any more, or have other shapes.
         if largest[16]:
             self._runs.clear()
             self._numbers = PlainValues(self.layers)
         if kind not in self._runs:
             assert self._in_order is not None
-            while len(self._runs) >= _MOST_RUNS:  # the same on all stages, which have had the same batches
+            while len(self._runs) >= _MOST_RUNS:  # the same on all stages, since they had the same batches
                 del self._runs[next(iter(self._runs))]
             self._runs[kind] = Run(
                 self.plan,
@@ -326,7 +326,7 @@ class Pipeline(StagedModule):
         return self._runs[kind]
 
     def _what_copies_need(self) -> list[int]:
-        """By parameter that several stages have, whether this rank's needs gradients, and whether it is frozen."""
+        """Returns for each parameter with copies whether this rank's needs gradients, and whether it is frozen."""
         own = dist.get_rank(self.stage_group)
         params = [self.get_parameter(c.names[own]) if own in c.names else None for c in self.copies]
         return [f for p in params for f in ((p.requires_grad, not p.requires_grad) if p is not None else (0, 0))]
@@ -353,46 +353,46 @@ class Pipeline(StagedModule):
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state of a module with a :class:`Pipeline` in it, as one process would have it, in the order of the layers:
-    on the host of the lowest rank of the stages, and of the tensor ranks; empty on the others. Collective over both.
+    """Returns the state of a module with a :class:`Pipeline` in it as of one process, in the order of the layers.
 
-    :func:`load_whole_state_dict` takes it on every rank.
+    In host memory on the lowest rank of the stages and of the tensor ranks; empty on the others. Collective over both.
+    :func:`load_whole_state_dict` loads it on every rank.
     """
     name, pipeline = next((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
     state = module.state_dict()
     if (tensor_mesh := pipeline.tensor_mesh) is not None:
         is_first = tensor_mesh.get_local_rank() == 0
         state = {key: _whole(value, keep=is_first) for key, value in state.items()}
-        if not is_first:  # whose stages have the same
+        if not is_first:  # the first tensor rank's stages have the same
             return {}
     if pipeline.stage_group is None:
         return state
     prefix = f"{name}." if name else ""
     outside = {key: value for key, value in state.items() if not key.startswith(f"{prefix}layers.")}
-    # By layer, and in each as the module has them.
+    # By layer, and in each layer in the order of the module.
     places = {
         key: (pipeline.layer_of(key.removeprefix(prefix)), i, key) for i, key in enumerate(state) if key not in outside
     }
     own = {place: {"": state[key]} for key, place in places.items()}
     found = dict(gather_states(own, pipeline._ranks.host, torch.device("cpu")))
-    # What lies outside of the layers is the same on all stages.
+    # Values outside of the layers are the same on all stages.
     in_order = {place[-1]: found[place][""] for place in sorted(found)}
     return outside | in_order if pipeline._ranks.is_rank_zero else {}
 
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Loads what :func:`whole_state_dict` gave, or a process that had all layers: each rank takes what it has.
+    """Loads a state of :func:`whole_state_dict`, or of a process that had all layers: each rank loads its own part.
 
     Args:
-        module: with a :class:`Pipeline` in it.
-        state: the whole, on every rank. DTensors in it are this rank's parts already.
-        strict: as for ``module.load_state_dict``; what other stages have is never asked for.
+        module: a module with a :class:`Pipeline` in it.
+        state: the full state, on every rank. DTensors in it are this rank's parts already.
+        strict: as for ``module.load_state_dict``; parameters of other stages are never missing.
     """
     module.load_state_dict(cut_state(module, state), strict)
 
 
 def _whole(value: Any, *, keep: bool) -> Any:
-    """Makes a DTensor whole, in host memory where it is to be kept. Collective over its mesh."""
+    """Returns the full tensor of a DTensor, in host memory if ``keep``, else None. Collective over its mesh."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()
@@ -400,7 +400,7 @@ def _whole(value: Any, *, keep: bool) -> Any:
 
 
 class _Elsewhere(nn.Module):
-    """Stands in the place of a layer that another rank has, whose state in a whole model's it takes no notice of."""
+    """Placeholder for a layer of another rank, which ignores the layer's state when a full state is loaded."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         raise StageError("this layer is on another rank: call the pipeline, whose forward goes through all of them")
@@ -410,7 +410,7 @@ class _Elsewhere(nn.Module):
 
 
 class _Done(torch.autograd.Function):
-    """The loss of backwards that have run."""
+    """Returns the loss of backwards that have run, and reports its own backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: StagedBackwards | None) -> Tensor:
@@ -425,7 +425,7 @@ class _Done(torch.autograd.Function):
 
 
 def _stages_and_tensor_ranks(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The two dimensions of a mesh, the second of which it may lack."""
+    """Returns the mesh of the stages, and that of the tensor ranks or None."""
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return mesh, None
@@ -438,7 +438,7 @@ def _stages_and_tensor_ranks(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh |
 
 
 def _check_loss(loss: Any) -> None:
-    """Raises ValueError for a loss that has something to train: only the last stage computes it, and all have it."""
+    """Raises ValueError for a loss with trainable parameters: all stages have it, and only the last computes it."""
     params = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     if name := next((name for name, param in params if param.requires_grad), None):
         raise ValueError(
@@ -449,8 +449,10 @@ def _check_loss(loss: Any) -> None:
 
 
 def _find_copies(layers: Sequence[nn.Module], plan: StagePlan, order: Sequence[int]) -> list[Copies]:
-    """The parameters that layers of several ranks share, in the order of the layers. ``order``: by place among the
-    stages, the ranks of the group."""
+    """Returns the parameters that layers of several ranks share, in the order of the layers.
+
+    ``order``: the ranks of the group in the order of their stages.
+    """
     names: dict[int, dict[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, param in layer.named_parameters(f"layers.{number}"):
@@ -473,8 +475,7 @@ def _batch_size(values: Any) -> int:
 
 
 def _kind(leaf: Any) -> object:
-    """Returns all that the shapes of a layer's output may depend on: of a tensor not its values, of a number its
-    value."""
+    """Returns the facts on which shapes of outputs may depend: the shape of a tensor, the value of a number."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad
     return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__

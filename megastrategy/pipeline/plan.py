@@ -1,4 +1,4 @@
-"""Says which layers each stage has, and which stages each rank. No tensors."""
+"""The division of layers into stages, and of stages onto ranks. No tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Sequence
 
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2}
-"""The schedules by torch's names, and the fewest stages that each rank has under them."""
+"""The schedules by torch's names, with the smallest number of stages per rank."""
 SPLIT_BACKWARDS = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""torch's schedules that compute the gradients of weights apart from backward."""
+"""torch's schedules that compute the gradients of weights outside of backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StagePlan:
         return len(self.split_spec)
 
     def layers(self, stage: int) -> range:
-        """The layers of a stage, by their numbers."""
+        """Returns the numbers of a stage's layers."""
         start = sum(self.split_spec[:stage])
         return range(start, start + self.split_spec[stage])
 
@@ -37,13 +37,13 @@ class StagePlan:
         return range(rank, self.num_stages, self.num_ranks)
 
     def rank_of(self, layer: int) -> int:
-        """The rank that has a layer."""
+        """Returns the rank that has a layer."""
         ends = list(itertools.accumulate(self.split_spec))
         return next(stage for stage, end in enumerate(ends) if layer < end) % self.num_ranks
 
 
 def check_schedule(schedule: str) -> None:
-    """Raises ValueError for what is none of :data:`SCHEDULES`."""
+    """Raises ValueError for a name that is not in :data:`SCHEDULES`."""
     if schedule not in SCHEDULES:
         why = (
             "it computes the gradients of weights apart from backward, where no hook of a parameter tells of them"
@@ -60,12 +60,12 @@ def make_plan(
     schedule: str,
     keep_together: Sequence[tuple[int, int]] = (),
 ) -> StagePlan:
-    """Checks a division.
+    """Returns a plan for a division that fits the layers and the ranks.
 
     Args:
-        names: the layers, in words.
+        names: descriptions of the layers for error messages.
         split_spec: the number of layers of each stage.
-        num_ranks: the number of ranks that there are for stages.
+        num_ranks: the number of ranks for stages.
         schedule: one of :data:`SCHEDULES`.
         keep_together: first and last layer of parts that are not to be cut.
 

@@ -1,4 +1,4 @@
-"""Runs one stage, or several, under torch's pipeline schedules, and tells the engine of their backwards."""
+"""Runs the stages of one rank under torch's pipeline schedules, and reports their backwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Chunk(nn.Module):
 
     Args:
         layers: by their numbers, in order.
-        inputs: by number, the names of the arguments that a layer gets beside what comes from the one before.
+        inputs: by number, the names of a layer's arguments beside the output of the layer before.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], inputs: Mapping[int, Sequence[str]]) -> None:
@@ -34,14 +34,14 @@ class Chunk(nn.Module):
         self._inputs = [inputs.get(number, ()) for number in layers]
         self.last_layer = f"layer {self._numbers[-1]} ({type(self.layers[-1]).__name__})"
 
-    def follow(self, layers: nn.ModuleList) -> None:
-        """Adopts layers that replaced its own, as conversions of batch norms do."""
+    def update_layers(self, layers: nn.ModuleList) -> None:
+        """Replaces layers that user code has replaced in the pipeline, for example by a conversion of batch norms."""
         for place, number in enumerate(self._numbers):
             if self.layers[place] is not layers[number]:
                 self.layers[place] = layers[number]
 
     def forward(self, *values: Any, **inputs: Any) -> Any:
-        """A layer that returns a tuple passes its elements on, one argument each."""
+        """Calls the layers in order. The elements of a returned tuple are the arguments of the next layer."""
         for layer, names in zip(self.layers, self._inputs, strict=True):
             output = layer(*values, **{name: inputs[name] for name in names})
             values = output if isinstance(output, tuple) else (output,)
@@ -49,21 +49,21 @@ class Chunk(nn.Module):
 
     @property
     def input_names(self) -> set[str]:
-        """The names that some layer gets."""
+        """The names of all arguments that layers get beside outputs."""
         return {name for names in self._inputs for name in names}
 
 
 class Run:
-    """A schedule for batches of one kind: torch's stages know the shapes of what passes between them.
+    """A schedule for batches of one kind: torch's stages know the shapes of the tensors between them.
 
     Args:
-        plan: which stages this rank has.
-        chunks: their layers, in order.
+        plan: the division of layers into stages, and stages onto ranks.
+        chunks: the layers of this rank's stages, in order.
         group: the ranks of the stages.
-        device: of this rank.
-        schedule: its name.
-        microbatches: how many a batch is divided into.
-        loss: of the last stage's output and a target, a mean over the microbatch; None where nothing is trained.
+        device: the device of this rank.
+        schedule: the schedule's name.
+        microbatches: their number in a batch.
+        loss: a function of the last stage's output and a target, a mean over the microbatch; None for evaluation.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Run:
 
         def before_backward(stage: Stage, outputs: Any) -> None:
             left[stage] -= 1
-            # A parameter that two stages of this rank share gets gradients until both are done.
+            # A parameter that two stages of this rank share gets gradients until both have finished.
             is_last = not any(left.values()) if self._has_shared else left[stage] == 0
             has_loss = self.is_last and stage is self._stages[-1]
             backwards.before_backward(outputs, is_last=is_last, has_loss=has_loss)
@@ -110,7 +110,7 @@ class Run:
             stage.before_backward = before_backward
         losses: list[Tensor] = []
         assert self._mean is not None, "it has a loss"
-        numbers = self._mean.take(target) if self.is_last else None
+        numbers = self._mean.set_target(target) if self.is_last else None
         try:
             self._step(args, inputs, target=numbers, losses=losses, return_outputs=False)
         finally:
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def problem(self) -> str:
-        """Why what the schedule gave is of no use, as far as this rank knows; empty if it is right."""
+        """The reason of this rank to reject the schedule's results; empty if they are right."""
         return next((stage.problem for stage in self._stages if stage.problem), "")
 
     def _step(self, args: tuple[Any, ...], inputs: Mapping[str, Any], **options: Any) -> Any:
@@ -147,18 +147,18 @@ class Run:
 
 
 class _Mean:
-    """The loss of a microbatch as a part of the batch's.
+    """The loss of a microbatch as a part of the batch's loss.
 
-    torch's schedules divide a target that is one tensor. A target may be a tree of them here, so what they divide is
-    the microbatches' numbers. Its output may be a tree as well, which the stage keeps.
+    torch's schedules divide a target that is one tensor. Here a target may be a tree of tensors, so they divide the
+    numbers of the microbatches instead. The output may be a tree as well, which the stage keeps.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], microbatches: int, stage: Stage) -> None:
         self._loss, self._microbatches, self._stage = loss, microbatches, stage
         self._targets: list[Any] = []
 
-    def take(self, target: Any) -> Tensor:
-        """The batch's target has come. Returns what a schedule is to hand on to a call, divided."""
+    def set_target(self, target: Any) -> Tensor:
+        """Sets the batch's target. Returns the numbers of its microbatches, which a schedule divides."""
         self._targets = split(target, self._microbatches)
         return torch.arange(self._microbatches)
 
@@ -166,7 +166,7 @@ class _Mean:
         self._targets = []
 
     def __call__(self, carrier: Tensor, number: Tensor) -> Tensor:
-        """``carrier``: what torch knows of the output."""
+        """Returns the loss of one microbatch; ``carrier``: the output that torch has seen."""
         stage = self._stage
         output, stage.output = stage.output, None
         if not stage.is_refused:
@@ -180,10 +180,10 @@ class _Mean:
 
 
 def scalar(loss: Any) -> Tensor:
-    """Returns the loss, one number.
+    """Returns the loss if it is one real number.
 
     Raises:
-        ValueError: if it is several, or no real number.
+        ValueError: if it is not.
     """
     if not isinstance(loss, Tensor) or loss.is_complex():
         what = "a complex number" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -196,11 +196,13 @@ def scalar(loss: Any) -> Tensor:
 
 
 def merge(outputs: Sequence[Any]) -> Any:
-    """Returns the output of a batch, from those of its microbatches: tensors are joined along the first dimension,
-    numbers and tensors without dimensions are averaged where they are floating, and else have to be equal.
+    """Returns the output of a batch from those of its microbatches.
+
+    Tensors are joined along the first dimension. Numbers and tensors without dimensions are averaged if they are
+    floating, and must be equal otherwise.
 
     Raises:
-        ValueError: if they cannot be, in words.
+        ValueError: if they cannot be joined, with the reason.
     """
     flat = [tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
@@ -209,7 +211,7 @@ def merge(outputs: Sequence[Any]) -> Any:
 
 
 def map_leaves(do: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Does as torch's ``tree_map``, which takes a dataclass for a leaf, and looks into dataclasses."""
+    """Applies a function to all leaves, as torch's ``tree_map``, and to the fields of dataclasses."""
 
     def of_leaf(one: Any, *same: Any) -> Any:
         if not _is_dataclass(one):
@@ -222,15 +224,15 @@ def map_leaves(do: Callable[..., Any], first: Any, *others: Any) -> Any:
 
 
 def shapes_of(output: Any) -> Any:
-    """Returns the output with tensors that have shapes, and no memory."""
+    """Returns the output with tensors on meta, which have shapes and no memory."""
     return map_leaves(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, output)
 
 
 def check_sent(output: Any) -> Any:
-    """Returns the output of the last stage, which all stages get.
+    """Returns the output of the last stage if it can be sent to the other stages.
 
     Raises:
-        ValueError: if they cannot, in words.
+        ValueError: if it cannot, with the reason.
     """
     try:
         pickle.dumps(shapes_of(output))
@@ -278,7 +280,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def split(values: Any, count: int) -> list[Any]:
-    """The microbatches of a tree of tensors."""
+    """Returns the microbatches of a tree of tensors."""
     return [
         tree_map(lambda t: t.tensor_split(count)[n] if isinstance(t, Tensor) and t.dim() else t, values)  # noqa: B023
         for n in range(count)

@@ -1,10 +1,10 @@
-"""One stage of a pipeline under torch's schedules: what it sends to the next one, and how its shapes are watched.
+"""One stage of a pipeline under torch's schedules, and the values that it sends to the next one.
 
 [Note: schedules end on all stages]
-torch's schedules send tensors whose shapes every stage has learned once, from one microbatch more. A stage that raised
-in the middle would leave the others waiting, and one that sent another size would end their processes. So a stage that
-returns what cannot be sent, or another shape than before, notes it (:attr:`Stage.problem`), sends zeros of the shape
-that is expected, and goes on. All stages share their problems when the schedule has ended, and raise or begin anew.
+torch's schedules send tensors whose shapes every stage has learned once, in an additional microbatch. If a stage raised
+in the middle, the others would wait for it, and if it sent another size, their processes would end. So a stage whose
+output cannot be sent, or has another shape than before, records it (:attr:`Stage.problem`), sends zeros of the expected
+shape and continues. All stages exchange their problems when the schedule has ended, and raise an error or begin anew.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 _PASSES_WHOLE_NUMBERS = not hasattr(PipelineStage, "_shape_inference")
-"""torch 2.11 wants a gradient of all that a stage was sent."""
+"""torch 2.11 needs a gradient for each tensor that a stage receives."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Slot(NamedTuple):
-    """One element of what a stage sends, as it was in the first microbatch.
+    """One element of a stage's output, as it was in the first microbatch.
 
     Attributes:
         kind: "tensor", the name of a number's type, or "None", for which nothing is sent.
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 
 
 class _Learned(NamedTuple):
-    """The description of a stage's output that goes to the next stage with the first microbatch on torch 2.11."""
+    """The description of a stage's output that it sends with the first microbatch on torch 2.11."""
 
     sent: list[Slot] | None
     problem: str
@@ -53,25 +53,25 @@ def _tensors_alone(values: Any) -> Any:
 
 
 class Stage(PipelineStage):
-    """A stage whose backwards the engine hears of; see [Note: schedules end on all stages].
+    """A stage that reports its backwards; see [Note: schedules end on all stages].
 
-    torch's learns the shapes of what passes between stages from one microbatch more, which it runs before the first.
-    Here that leaves the batch and the module's buffers (statistics of a batch norm) and numbers as they were, and has
-    no backward: a gradient has the shape of what it is of. What would come from another stage is zeros then, not memory
-    that was never written: of indices that would be anything.
+    torch's stage learns the shapes of tensors between stages in an additional microbatch before the first. Here this
+    microbatch leaves the batch and the module's buffers (statistics of a batch norm) and numbers unchanged, and has no
+    backward, since a gradient has the shape of its tensor. Its inputs from another stage are zeros instead of memory
+    that was never written, which would contain invalid indices.
 
     Args:
-        last_layer: of this stage, in words.
-        others: as for torch's.
+        last_layer: a description of this stage's last layer for error messages.
+        others: the arguments of torch's class.
 
     Attributes:
-        before_backward: called with the stage and what a backward starts from.
-        problem: why what the schedule gives is of no use; empty if it is right.
-        output: of the last stage the output of the last microbatch, which torch's code does not see: it may be
-            anything that the loss takes.
-        finish_microbatch: called with it, on the last stage.
-        is_learning: whether the microbatch is the one more.
-        is_refused: whether this stage or one before it returned in its first microbatch what cannot be sent.
+        before_backward: called with the stage and the outputs at which a backward starts.
+        problem: the reason to reject the schedule's results; empty if they are right.
+        output: on the last stage, the output of the last microbatch. torch's code does not see it, so it may be any
+            argument of the loss.
+        finish_microbatch: called with ``output`` on the last stage.
+        is_learning: whether the additional microbatch is running.
+        is_refused: whether the output of this stage, or of one before it, could not be sent in the first microbatch.
     """
 
     before_backward: Callable[[Stage, Any], None] | None = None
@@ -90,7 +90,7 @@ class Stage(PipelineStage):
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         if self.is_refused:
-            return self._instead(args)
+            return self._zero_after(args)
         self.is_learning = True
         if self.is_first:
             args = tree_map(_copy, args)
@@ -116,7 +116,7 @@ class Stage(PipelineStage):
                 "next one (split_spec, keep_together)"
             )
             self.is_refused = True
-            return self._instead(args)
+            return self._zero_after(args)
         return self._to_send(values)
 
     def _compute_input_grads(
@@ -125,7 +125,7 @@ class Stage(PipelineStage):
         return tuple(value.detach() if value.requires_grad else None for value in all_fwd_inputs)
 
     def _create_grad_send_info(self, args_recv_info: Any) -> Any:
-        """Leaves out what needs no gradient: the stage before waits for none. torch 2.12 would raise."""
+        """Omits tensors that need no gradient, for which the stage before does not wait. torch 2.12 would raise."""
         sources = super()._create_grad_send_info(args_recv_info)
         if not _PASSES_WHOLE_NUMBERS or self._stage_meta.input_grads is None:
             return sources
@@ -144,7 +144,7 @@ class Stage(PipelineStage):
         return meta
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """Does the same on torch 2.11, which calls the layers itself here and sends all that they return."""
+        """Learns shapes on torch 2.11, which calls the layers itself here and sends all of their output."""
         layers = self.submod
 
         def learn(*values: Any, **inputs: Any) -> Any:
@@ -167,14 +167,14 @@ class Stage(PipelineStage):
         super()._configure_outputs_meta(_tensors_alone(outputs_meta))  # type: ignore[misc]
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """Does nothing: torch 2.11 would refuse a batch that is a view of a larger tensor."""
+        """Does nothing: torch 2.11 would raise for a batch that is a view of a larger tensor."""
 
     # --- every microbatch --------------------------------------------------------------------------------------------
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         self.is_learning = False
         if self.is_refused:
-            return self._instead(args)
+            return self._zero_after(args)
         output = super().forward_maybe_with_nosync(*self._from_slots(args), **kwargs)
         if self.is_last:
             self.output = output
@@ -197,15 +197,15 @@ class Stage(PipelineStage):
         if self.before_backward is not None:
             self.before_backward(self, bwd_kwargs["stage_output"])
         grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # Before torch 2.13 a gradient of all that came is sent, also where it was not used.
+        # Before torch 2.13 a gradient of each input is sent, also if the input was not used.
         values = bwd_kwargs.get("input_values", ())
         filled = (_zeros_if_missing(grad, value) for grad, value in zip(grads, values, strict=False))
         return (tuple(filled) if len(values) == len(grads) else grads), groups
 
-    def _instead(self, args: Sequence[Any]) -> Tensor:
-        """Returns one number, from which a backward goes back to this stage's inputs."""
+    def _zero_after(self, args: Sequence[Any]) -> Tensor:
+        """Returns a zero whose backward reaches this stage's inputs."""
         zero = torch.zeros(1, device=self.device)
-        return zero + _nothing_of(args)
+        return zero + _zero_of(args)
 
     def _of_expected_shape(self, values: Sequence[Any], found: str) -> Any:
         assert self._sent is not None
@@ -215,7 +215,7 @@ class Stage(PipelineStage):
             "that forward() gets and on numbers that are attributes of layers, and are the same in all microbatches: "
             "pad to one shape, or keep the layer together with the next one (split_spec, keep_together)"
         )
-        nothing = _nothing_of(values)
+        nothing = _zero_of(values)
         template = next((value for value in values if isinstance(value, DTensor)), None)
         zeros = []
         for slot in self._sent:
@@ -230,7 +230,7 @@ class Stage(PipelineStage):
     # --- numbers beside tensors --------------------------------------------------------------------------------------
 
     def _to_send(self, values: Sequence[Any]) -> Any:
-        """The tensors of an output, with their elements in the order in which they are sent, and numbers as tensors."""
+        """Returns the tensors of an output, contiguous, with numbers as tensors."""
         sent = [
             value.contiguous()
             if isinstance(value, Tensor)
@@ -241,13 +241,13 @@ class Stage(PipelineStage):
         return tuple(sent) if len(sent) > 1 else sent[0]
 
     def _from_slots(self, args: Sequence[Any], *, is_first_time: bool = False) -> Iterator[Any]:
-        """Yields the output of the stage before, whose tensors came."""
+        """Yields the output of the stage before, made from the received tensors."""
         if self._received is None:
             yield from args
             return
-        came = iter(args)
+        received = iter(args)
         for slot in self._received:
-            value: Any = None if slot.kind == "None" else next(came)
+            value: Any = None if slot.kind == "None" else next(received)
             if slot.kind in _WIRE:
                 value = slot.value if is_first_time else _TYPES[slot.kind](value.item())
             yield value
@@ -258,7 +258,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": fl
 
 
 def _slot(value: Any) -> Slot:
-    """Raises TypeError for what cannot be sent, in words."""
+    """Returns the description of a value. Raises TypeError, with the reason, if it cannot be sent."""
     if isinstance(value, Tensor):
         if value.is_complex() or value.layout != torch.strided:
             raise TypeError(f"a {'complex' if value.is_complex() else 'sparse'} tensor")
@@ -289,8 +289,8 @@ def _described(slots: Sequence[Slot]) -> str:
     )
 
 
-def _nothing_of(values: Sequence[Any]) -> Tensor:
-    """Returns zero, from which a backward goes back to all values."""
+def _zero_of(values: Sequence[Any]) -> Tensor:
+    """Returns a zero whose backward reaches all values."""
     tensors = [getattr(v, "to_local", lambda v=v: v)() for v in values if isinstance(v, Tensor) and v.requires_grad]
     zeros = [torch.zeros((), device=tensor.device, dtype=tensor.dtype) * tensor.sum() for tensor in tensors]
     return torch.stack([zero.float() for zero in zeros]).nan_to_num().sum() if zeros else torch.zeros(())
@@ -298,7 +298,7 @@ def _nothing_of(values: Sequence[Any]) -> Tensor:
 
 @contextlib.contextmanager
 def as_before(module: Any) -> Iterator[None]:
-    """Leaves the buffers and numbers of a module as they were before the block."""
+    """Restores the buffers and numbers of a module after the block."""
     modules = list(module.modules()) if isinstance(module, nn.Module) else []
     buffers = [(child, name, buffer) for child in modules for name, buffer in child.named_buffers(recurse=False)]
     values = [buffer.clone() for _, _, buffer in buffers]
@@ -307,16 +307,16 @@ def as_before(module: Any) -> Iterator[None]:
     with torch.no_grad():
         for (child, name, buffer), value in zip(buffers, values, strict=True):
             buffer.copy_(value)
-            setattr(child, name, buffer)  # a layer may have put another in its place
+            setattr(child, name, buffer)  # a layer may have replaced it
     if numbers is not None:
         numbers.restore()
 
 
 class PlainValues:
-    """Numbers and the like that are attributes of a module, of its submodules and of objects that these have, a
-    configuration for one: shapes may depend on them. Finds them once, and reads them in a fraction of the time.
+    """Numbers and strings in attributes of a module, of its submodules and of their objects, such as a configuration.
 
-    They are noted when a batch is over, so that a layer which counts its calls is not taken for one that was changed.
+    Shapes may depend on them. They are found once, and then read in a fraction of the time. They are recorded at the
+    end of a batch, so that a layer that counts its calls does not count as changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -324,29 +324,30 @@ class PlainValues:
         self._objects: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         for child in module.modules():
-            self._look_through(vars(child))
+            self._find_in(vars(child))
             for name, value in vars(child).items():
                 inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
                 is_module = isinstance(value, nn.Module | Tensor | type)
                 if isinstance(inside, dict) and not is_module and id(inside) not in seen:
                     seen.add(id(inside))
                     self._objects.append((vars(child), name))
-                    self._look_through(inside)
-        self._noted = self._read()
+                    self._find_in(inside)
+        self._recorded = self._read()
 
-    def _look_through(self, attributes: dict[Any, Any]) -> None:
+    def _find_in(self, attributes: dict[Any, Any]) -> None:
         for name, value in attributes.items():
             each = value if isinstance(value, tuple | list) else (value,)
-            # What is trained or evaluated is known elsewhere.
+            # The mode is a part of the kind of batch.
             if name != "training" and isinstance(name, str) and all(isinstance(one, _PLAIN) for one in each):
                 self._numbers.append((attributes, name))
 
-    def note(self) -> None:
-        self._noted = self._read()
+    def record(self) -> None:
+        """Records the present values."""
+        self._recorded = self._read()
 
     def have_changed(self) -> bool:
-        """Whether any is another one than when they were noted."""
-        return self._read() != self._noted
+        """Whether any value differs from the recorded one."""
+        return self._read() != self._recorded
 
     def _read(self) -> list[Any]:
         values = [attributes.get(name) for attributes, name in self._numbers]
@@ -354,8 +355,8 @@ class PlainValues:
         return values + [id(attributes.get(name)) for attributes, name in self._objects]
 
     def restore(self) -> None:
-        """Sets them to the noted values; the elements of lists stay."""
-        for (attributes, name), value, now in zip(self._numbers, self._noted, self._read(), strict=False):
+        """Sets all attributes to the recorded values, except elements of lists."""
+        for (attributes, name), value, now in zip(self._numbers, self._recorded, self._read(), strict=False):
             if now != value and not isinstance(attributes.get(name), list):
                 attributes[name] = value
 

@@ -1,6 +1,6 @@
-"""The ranks that have the stages of one model, as a group of the engine's.
+"""The ranks that have the stages of one model, as one of the engine's groups.
 
-[Note: stages]
+[Note: pipeline stages as a group]
 Each rank has the layers of its stage only, and a layout, buffers and an optimizer for them, over its own data-parallel
 ranks. As for tensor ranks, norms, "is any gradient not finite?" and checkpoints are joined over the group
 (model_parallel's [Note: groups of one model]). Unlike tensor ranks, stages have other parameters, not parts of the
@@ -57,14 +57,14 @@ class StagedLayers(Protocol):
     """A pipeline, as its group sees it.
 
     Attributes:
-        places: by rank of the group, the number of its first stage.
+        first_stages: by rank of the group, the number of its first stage.
         copies: all parameters that several stages have, in one order on all ranks.
         layers_name: of the submodule that has the layers of all stages.
     """
 
     stage_group: ProcessGroup | None
     tensor_mesh: DeviceMesh | None
-    places: Sequence[int]
+    first_stages: Sequence[int]
     copies: Sequence[Copies]
     layers_name: str
 
@@ -75,19 +75,19 @@ class StagedLayers(Protocol):
         """As torch's."""
 
     def attach(self, backwards: StagedBackwards | None) -> None:
-        """The module was wrapped: its forward reports its backwards to ``backwards``; None when it is unwrapped."""
+        """Sets the object to which the forward reports its backwards; None when the module is unwrapped."""
 
 
 class StageGroup(ModelGroup):
-    """The ranks that have the other stages.
+    """The ranks that have the stages.
 
     Args:
-        staged: it or a module around it is ``module``.
+        staged: the pipeline.
+        module: the pipeline, or a module that contains it.
         parts: where this rank has the parameters of its stage.
     """
 
     rank_name = "rank of the stages"
-    has_other_params = runs_backwards = True
 
     def __init__(self, staged: StagedLayers, module: nn.Module, parts: LocalParts) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class StageGroup(ModelGroup):
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
         self._counted_elsewhere: set[int] = set()
         self._first_names: dict[str, str] = {}
-        self._copied: list[Parameter] = []  # of which other stages have copies, in one order on all ranks
+        self._copied: list[Parameter] = []  # parameters with copies on other stages, in one order on all ranks
         self._backwards: StagedBackwards | None = None
 
     def connect(self, device: torch.device) -> None:
@@ -126,8 +126,7 @@ class StageGroup(ModelGroup):
         return self._staged.layer_of(name.removeprefix(self._prefix))
 
     def attach(self, engine: Any) -> None:
-        assert self.ranks is not None, "connected"
-        self._backwards = StagedBackwards(engine, self.ranks, self._staged.places, self)
+        self._backwards = StagedBackwards(engine, self, self._staged.first_stages)
         self._staged.attach(self._backwards)
 
     def detach(self) -> None:

@@ -69,7 +69,7 @@ def has_main_params(impl: ShardSet, is_here: bool) -> bool:
     require_everybody(impl, _CALL.format(MAIN_PARAMS))
     # A stage that is frozen has none, and takes part.
     for group in impl.engine.model_parallel.groups:
-        if group.has_other_params and group.ranks is not None:
+        if group.state is not None and group.ranks is not None:
             is_here = group.ranks.host.max_of_bytes([is_here]) == [1]
     return is_here
 

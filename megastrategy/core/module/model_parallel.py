@@ -73,18 +73,14 @@ class ModelGroup:
     Attributes:
         rank_name: what error messages call a rank of the group.
         ranks: None before :meth:`connect`, and if this rank is the only one.
-        has_other_params: whether the ranks have other parameters of the model, in layouts of their own, and not parts
-            of the same parameters in one layout.
-        runs_backwards: whether the module's forward runs the backwards of a batch, too.
-        state: joins saved state if ``has_other_params``, from :meth:`connect` on; None otherwise.
+        state: joins saved state, from :meth:`connect` on, if the ranks have other parameters of the model, in layouts
+            of their own; None if they have parts of the same parameters, in one layout.
         names_elsewhere: the names of parameters and buffers that only other ranks have.
     """
 
     rank_name = "rank"
     ranks: Collectives | None = None
     state: GroupState | None = None
-    has_other_params = False
-    runs_backwards = False
     names_elsewhere: Collection[str] = ()
 
     def __init__(self) -> None:
@@ -126,7 +122,7 @@ class ModelGroup:
         """Compares the arguments of the first forward that trains; see check_first_batch. Collective in that one."""
         if self.ranks is not None and not self._has_seen_batch:
             self._has_seen_batch = True
-            check_first_batch(args, kwargs, self.ranks, self._device, of_stages=self.has_other_params)
+            check_first_batch(args, kwargs, self.ranks, self._device, of_stages=self.state is not None)
 
     def takes_zero_grad(self) -> bool:
         """Whether gradients are to be kept in a ``zero_grad`` that comes now."""
@@ -177,17 +173,12 @@ class ModelParallel:
     @property
     def tensor_ranks(self) -> Collectives | None:
         """The ranks that have parts of the same parameters, in one layout; None if there is only one."""
-        return next((group.ranks for group in self.groups if not group.has_other_params), None)
+        return next((group.ranks for group in self.groups if group.state is None), None)
 
     @property
     def states(self) -> list[GroupState]:
         """The parts that join saved state, of groups whose ranks have different parameters of the model."""
         return [group.state for group in self.groups if group.state is not None]
-
-    @property
-    def runs_backwards(self) -> bool:
-        """Whether the module's forward runs the backwards of a batch, too."""
-        return any(group.runs_backwards for group in self.groups)
 
     @property
     def names_elsewhere(self) -> frozenset[str]:
