@@ -156,13 +156,12 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
 
 
 class GroupProbe:
-    """Trials with one parameter group's options, on whole tensors and on flat pieces of them.
+    """Trials with one parameter group's options, on whole tensors and on flat pieces of them."""
 
-    Attributes:
-        others: the tensors of the second kind, in words.
-    """
-
-    others = "flat tensors"
+    others, moved_otherwise = (
+        "flat tensors",
+        "on a trial tensor of shape {shape}, {where} gave other results when the tensor was cut into flat pieces",
+    )
 
     def __init__(
         self,
@@ -256,20 +255,26 @@ class GroupProbe:
     def _moves_alike(self, whole: Trial, pieces: Sequence[Trial]) -> bool:
         """Whether the weights are equal without an allowance for their rounding; raises if they are not with it."""
         is_exact = True
-        for number, param in enumerate(whole.params):
-            flat = torch.cat([piece.params[number] for piece in pieces])
-            difference, moved = (param.detach().reshape(-1) - flat).abs_(), whole.reach[number].reshape(-1)
+        for number, (param, other) in enumerate(zip(whole.params, self._joined(pieces), strict=True)):
+            difference, moved = (param.detach() - other.view_as(param)).abs_(), whole.reach[number]
             # As close as two kernels come: the weights' rounding is not needed to explain it, so nothing hides in it.
             if bool((difference <= _RELATIVE * moved).all()):
                 continue
             is_exact = False
-            if not bool((difference <= _RELATIVE * moved + self._rounding(whole, number).reshape(-1)).all()):
+            if not bool((difference <= _RELATIVE * self._scale(moved) + self._rounding(whole, number)).all()):
                 raise NotForShardsError(
-                    f"on a trial tensor of shape {tuple(param.shape)}, {self.where} gave other results when the tensor "
-                    f"was cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
+                    self.moved_otherwise.format(shape=tuple(param.shape), where=self.where)
+                    + f" (largest difference {difference.max().item():.3g} where the step was "
                     f"{moved.max().item():.3g})"
                 )
         return is_exact
+
+    def _joined(self, pieces: Sequence[Trial]) -> Iterator[Tensor]:
+        """Yields the stepped tensors that are compared with the whole ones."""
+        return (torch.cat(parts) for parts in zip(*(piece.params for piece in pieces), strict=True))
+
+    def _scale(self, moved: Tensor) -> Tensor:
+        return moved
 
     def _moved_well(self, whole: Trial) -> bool:
         """Whether in each piece half of the larger weights moved by much more than their rounding."""

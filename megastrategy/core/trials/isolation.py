@@ -41,20 +41,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .places import (
-    Muted,
-    Place,
-    of_bag,
-    of_cell,
-    of_dict,
-    of_file,
-    of_generator,
-    of_list,
-    of_names,
-    of_slots,
-    of_type,
-    of_weak,
-)
+from . import places
+from .places import Muted, Place
 from .values import NotForShardsError, equal, slots_of
 
 _OF_COLLECTIVES = "c10d"
@@ -232,15 +220,15 @@ def _of_tensor(where: str, tensor: Tensor) -> list[tuple[Place | None, list[Any]
 def _of_class(where: str, kind: type) -> list[tuple[Place | None, list[Any]]]:
     if _is_foreign(kind.__module__):
         return []
-    return [(of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
+    return [(places.of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
 
 
 def _of_container(where: str, values: Any) -> list[tuple[Place | None, list[Any]]]:
     if len(values) > _MOST_ITEMS:
         return []
     if isinstance(values, dict):
-        return [(of_dict(where, values), list(dict.values(values)))]
-    return [((of_list if isinstance(values, list) else of_bag)(where, values), list(values))]
+        return [(places.of_dict(where, values), list(dict.values(values)))]
+    return [(places.of_items(where, values), list(values))]
 
 
 def _of_running_generator(
@@ -269,10 +257,13 @@ _BUILT_IN_ITERATORS: tuple[type, ...] = (
 _KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[Place | None, list[Any]]]]], ...] = (
     (types.ModuleType, lambda where, value: []),  # by the names that code has of it
     (logging.Logger, lambda where, value: []),  # it is muted
-    (threading.local, lambda where, value: [(of_dict(where, vars(value)), list(vars(value).values()))]),
-    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda where, value: [(of_weak(where, value), [])]),
-    (io.IOBase, lambda where, value: [(of_file(where, value), [])]),
-    (queue.Queue, lambda where, value: [(of_dict(where, vars(value)), [value.queue])]),
+    (threading.local, lambda where, value: [(places.of_dict(where, vars(value)), list(vars(value).values()))]),
+    (
+        (weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+        lambda where, value: [(places.of_weak(where, value), [])],
+    ),
+    (io.IOBase, lambda where, value: [(places.of_file(where, value), [])]),
+    (queue.Queue, lambda where, value: [(places.of_dict(where, vars(value)), [value.queue])]),
     (Tensor, _of_tensor),
     (types.MethodType, lambda where, value: [(None, [value.__self__, value.__func__])]),
     (functools.partial, lambda where, value: [(None, [value.func, *value.args, *value.keywords.values()])]),
@@ -301,8 +292,8 @@ class _Walk:
     def of_optimizer(self, optimizer: Optimizer) -> Iterator[Place]:
         """The places that the steps of an optimizer's class can change, and a copy of it shares."""
         for group in optimizer.param_groups:
-            yield of_dict("a parameter group", group)
-        yield of_dict("its attributes", optimizer.__dict__)
+            yield places.of_dict("a parameter group", group)
+        yield places.of_dict("its attributes", optimizer.__dict__)
         for name, value in optimizer.__dict__.items():
             if name not in ("state", "param_groups", "defaults", "step") and not name.endswith("_hooks"):
                 yield from self.places(f"its attribute {name!r}", value)
@@ -330,7 +321,7 @@ class _Walk:
                 return iter(within(where, value))
         if isinstance(value, types.FunctionType):
             return self._of_function(where, value)
-        if (place := of_generator(where, value)) is not None:
+        if (place := places.of_generator(where, value)) is not None:
             return iter([(place, [])])
         return self._of_object(where, value)
 
@@ -339,12 +330,12 @@ class _Walk:
             return
         for cell in function.__closure__ or ():
             if cell != types.CellType():
-                yield of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
-        yield of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
+                yield places.of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
+        yield places.of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
         yield None, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         names = _names_in(function.__code__)
         found = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        yield of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
+        yield places.of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
         modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in found.values()}
         named = any(str(name).startswith("torch.distributed") for name in modules | names)
         self.names_distributed |= named or {"torch", "distributed"} <= names
@@ -360,7 +351,7 @@ class _Walk:
             if _is_foreign(module.__name__):
                 yield None, [value for value in values if isinstance(value, _OF_LIBRARIES)]
             else:
-                yield of_names(f"a global of {module.__name__}", vars(module), names), values
+                yield places.of_names(f"a global of {module.__name__}", vars(module), names), values
 
     def _of_object(self, where: str, value: Any) -> Iterator[tuple[Place | None, list[Any]]]:
         kind = type(value)
@@ -370,10 +361,10 @@ class _Walk:
         if _is_foreign(in_module) and in_module not in ("types", "argparse") and "torch.optim" not in in_module:
             return
         if isinstance(values := getattr(value, "__dict__", None), dict):
-            yield of_dict(where, values), list(values.values())
+            yield places.of_dict(where, values), list(values.values())
         if names := slots_of(value):
             found = [getattr(value, name) for name in names if hasattr(value, name)]
-            yield of_slots(where, value, names), found
+            yield places.of_slots(where, value, names), found
         if callable(call := vars(kind).get("__call__")):
             yield None, [call]
         yield None, [kind]

@@ -131,7 +131,8 @@ class OptimizerCopy:
         self.num_operations = 0
         self._tensors = contents.tensors
         self._replacements: list[Tensor] = []  # for parameters that are not in the groups
-        self._groups = [_Params(params, functools.partial(self.touches.add, "params")) for params in contents.groups]
+        touches = self.touches  # the set that make() leaves behind, so that a look after the call is not recorded
+        self._groups = [_Params(params, lambda _: touches.add("params")) for params in contents.groups]
         known: dict[int, Any] = {id(optimizer.state): _State(contents.state, self._touch_state)}
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             known[id(group["params"])] = params
@@ -281,24 +282,20 @@ def _refuse_to_be_called(*_: Any, **__: Any) -> NoReturn:
     raise NotForShardsError("it calls a function that it is given, which a trial cannot")
 
 
+def _touching(kind: type, name: str, *, one_key: bool) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        self._touch(args[0] if one_key else None)
+        return getattr(kind, name)(self, *args)
+
+    return method
+
+
 class _Params(list[Any]):
     """A group's tensors, which call ``touch`` when they are looked at. torch's reads in C++ are not seen."""
 
-    def __init__(self, params: Iterable[Tensor], touch: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, params: Iterable[Tensor], touch: Callable[[Any], object] = lambda key: None) -> None:
         super().__init__(params)
         self._touch = touch
-
-    def __iter__(self) -> Iterator[Any]:
-        self._touch()
-        return super().__iter__()
-
-    def __getitem__(self, place: Any) -> Any:
-        self._touch()
-        return super().__getitem__(place)
-
-    def __len__(self) -> int:
-        self._touch()
-        return super().__len__()
 
 
 class _State(collections.defaultdict[Any, Any]):
@@ -309,18 +306,12 @@ class _State(collections.defaultdict[Any, Any]):
         self._touch = touch
 
 
-def _touching(name: str) -> Callable[..., Any]:
-    def method(self: _State, *args: Any) -> Any:
-        self._touch(args[0] if args else None)
-        return getattr(super(_State, self), name)(*args)
-
-    return method
-
-
-for _name in ("__getitem__", "__setitem__", "__contains__", "get", "setdefault", "pop"):  # of one key
-    setattr(_State, _name, _touching(_name))
+for _name in ("__iter__", "__getitem__", "__len__"):
+    setattr(_Params, _name, _touching(list, _name, one_key=False))
+for _name in ("__getitem__", "__setitem__", "__contains__", "get", "setdefault", "pop"):
+    setattr(_State, _name, _touching(collections.defaultdict, _name, one_key=True))
 for _name in ("__iter__", "keys", "values", "items", "clear"):
-    setattr(_State, _name, _touching(_name))
+    setattr(_State, _name, _touching(collections.defaultdict, _name, one_key=False))
 
 
 class _Counts(TorchDispatchMode):

@@ -54,7 +54,10 @@ def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ..
 class PerParameterProbe(GroupProbe):
     """Trials with the options of the groups ``numbers``, on tensors together and on each of them alone."""
 
-    others = "one tensor alone"
+    others, moved_otherwise = (
+        "one tensor alone",
+        "a trial tensor of shape {shape} in {where} became another when it was stepped without the others of the group",
+    )
 
     def __init__(
         self,
@@ -86,20 +89,11 @@ class PerParameterProbe(GroupProbe):
     def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
         return self.problem.rerun_alone(lambda: self._copy(lr), whole)
 
-    def _moves_alike(self, whole: Trial, pieces: Sequence[Trial]) -> bool:
-        is_exact = True
-        for number, (param, alone) in enumerate(zip(whole.params, pieces, strict=True)):
-            difference, moved = (param.detach() - alone.params[0]).abs_(), whole.reach[number]
-            if bool((difference <= _RELATIVE * moved).all()):
-                continue
-            is_exact = False
-            if not bool((difference <= _RELATIVE * moved.max() + self._rounding(whole, number)).all()):
-                raise NotForShardsError(
-                    f"a trial tensor of shape {tuple(param.shape)} in {self.where} became another when it was stepped "
-                    f"without the others of the group (largest difference {difference.max().item():.3g} where the step "
-                    f"was {moved.max().item():.3g})"
-                )
-        return is_exact
+    def _joined(self, pieces: Sequence[Trial]) -> Iterator[Tensor]:
+        return (alone.params[0] for alone in pieces)
+
+    def _scale(self, moved: Tensor) -> Tensor:
+        return moved.max()
 
     def _check_kept(self, whole: Trial, pieces: Sequence[Trial]) -> None:
         for number, alone in enumerate(pieces):

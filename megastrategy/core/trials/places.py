@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import io
 import logging
 import sys
@@ -54,33 +55,52 @@ def of_dict(where: str, values: dict[Any, Any]) -> Place:
     return Place(where, lambda: dict(dict.items(values)), put)
 
 
+def _of_entries(
+    where: str,
+    get: Callable[[], dict[str, Any]],
+    put: Callable[[str, Any], object],
+    remove: Callable[[str], object],
+) -> Place:
+    def put_all(before: dict[str, Any]) -> None:
+        found = get()
+        for name in found.keys() - before.keys():
+            remove(name)
+        for name, value in before.items():
+            if name not in found or found[name] is not value:
+                put(name, value)
+
+    return Place(where, get, put_all)
+
+
 def of_type(where: str, kind: type) -> Place:
     """The attributes of a class."""
 
     def get() -> dict[str, Any]:
         return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
-    def put(before: dict[str, Any]) -> None:
-        for name in get().keys() - before.keys():
-            delattr(kind, name)
-        for name, value in before.items():
-            if vars(kind).get(name) is not value:
-                setattr(kind, name, value)
-
-    return Place(where, get, put)
+    return _of_entries(where, get, functools.partial(setattr, kind), functools.partial(delattr, kind))
 
 
-def of_list(where: str, values: list[Any]) -> Place:
-    """The items of a list."""
+def of_names(where: str, values: dict[str, Any], names: set[str]) -> Place:
+    """Some entries of a namespace: global variables."""
 
-    def put(before: list[Any]) -> None:
-        values[:] = before
+    def get() -> dict[str, Any]:
+        return {name: values[name] for name in names if name in values}
 
-    return Place(where, lambda: list(values), put)
+    return _of_entries(where, get, values.__setitem__, values.__delitem__)
 
 
-def of_bag(where: str, values: set[Any] | collections.deque[Any]) -> Place:
-    """The items of a set or a deque."""
+def of_slots(where: str, value: Any, names: list[str]) -> Place:
+    """The attributes of an object that are in slots."""
+
+    def get() -> dict[str, Any]:
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+    return _of_entries(where, get, functools.partial(setattr, value), functools.partial(delattr, value))
+
+
+def of_items(where: str, values: list[Any] | set[Any] | collections.deque[Any]) -> Place:
+    """The items of a list, a set or a deque."""
 
     def put(before: list[Any]) -> None:
         values.clear()
@@ -91,34 +111,7 @@ def of_bag(where: str, values: set[Any] | collections.deque[Any]) -> Place:
 
 def of_cell(where: str, cell: types.CellType) -> Place:
     """The variable of a closure."""
-
-    def put(before: Any) -> None:
-        cell.cell_contents = before
-
-    return Place(where, lambda: cell.cell_contents, put)
-
-
-def of_names(where: str, values: dict[str, Any], names: set[str]) -> Place:
-    """Some entries of a namespace: global variables."""
-
-    def put(before: dict[str, Any]) -> None:
-        for name in names:
-            if name in before:
-                values[name] = before[name]
-            else:
-                values.pop(name, None)
-
-    return Place(where, lambda: {name: values[name] for name in names if name in values}, put)
-
-
-def of_slots(where: str, value: Any, names: list[str]) -> Place:
-    """The attributes of an object that are in slots."""
-
-    def put(before: dict[str, Any]) -> None:
-        for name, kept in before.items():
-            setattr(value, name, kept)
-
-    return Place(where, lambda: {name: getattr(value, name) for name in names if hasattr(value, name)}, put)
+    return Place(where, lambda: cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
 
 
 def of_generator(where: str, value: Any) -> Place | None:
