@@ -19,7 +19,7 @@ MOST_WORDS = 25
 WIDEST_ROW = 240
 """Characters of a row of a table, without the targets of its links. Cells break into lines, and test_site.py checks
 that no table scrolls sideways, but a longer row is a paragraph."""
-GENERATED = ("CHANGELOG.md", "breakages.md", "compatibility.md", "optimizers.md", "private_names.md")
+GENERATED = ("CHANGELOG.md", "breakages.md", "compatibility.md", "optimizers.md")
 """Pages whose rows quote tests and error messages, or are a record."""
 
 VAGUE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)

@@ -41,11 +41,23 @@ def losses(run_dir: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
-@pytest.mark.parametrize("run", [run_example, pytest.param(start_example, marks=[pytest.mark.long, pytest.mark.fresh])])
-def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path, run: Callable[..., Done]) -> None:
-    for steps in ("2", "20"):  # the second replaces the first in its directory and does not complain
-        printed = run(*TINY, "--steps", steps, cwd=tmp_path).printed
-    out, run_dir = tmp_path / "runs" / "gpt", tmp_path / "runs" / "gpt" / "megatron_ddp"
+STARTS = [run_example, pytest.param(start_example, marks=[pytest.mark.long, pytest.mark.fresh])]
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """The second of two runs in one directory, which replaces the first and does not complain; the directory."""
+    run: Callable[..., Done] = request.param
+    folder = tmp_path_factory.mktemp("gpt")
+    for steps in ("2", "20"):
+        done = run(*TINY, "--steps", steps, cwd=folder)
+    return done, folder
+
+
+def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(trained: tuple[Done, Path]) -> None:
+    done, folder = trained
+    printed, out = done.printed, folder / "runs" / "gpt"
+    run_dir = out / "megatron_ddp"
     assert {path.name for path in out.iterdir()} == {"loss.png", "megatron_ddp"}
     assert {path.name for path in run_dir.iterdir()} == {"metrics.csv", "hparams.yaml", "best.ckpt", "last.ckpt"}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -65,8 +77,8 @@ def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path
     assert progress == [str(step) for step in range(2, 21, 2)], "a line for each tenth, from one rank only"
 
 
-def test_the_summary_ends_with_the_memory_the_picture_and_the_line_to_change(tmp_path: Path) -> None:
-    printed = run_example(*TINY, cwd=tmp_path).stdout
+def test_the_summary_ends_with_the_memory_the_picture_and_the_line_to_change(trained: tuple[Done, Path]) -> None:
+    printed = trained[0].stdout
     summary = printed[printed.index("megatron_ddp, 2 rank(s), 20 steps") :]
     table = re.findall(r"^  (bytes a rank|megatron_ddp|ddp) +(\S.*)$", summary, re.MULTILINE)
     assert [name for name, _ in table] == ["bytes a rank", "megatron_ddp", "ddp"]

@@ -71,15 +71,6 @@ def test_every_config_to_the_bit_on_two_ranks(config: DistributedDataParallelCon
         assert_same_bits(train_with_ours(run, 2, config), train_with_ddp(run, 2))
 
 
-def test_without_contiguous_buffers_to_the_bit() -> None:
-    config = DistributedDataParallelConfig(
-        bucket_size=SOME, use_contiguous_buffers=False, use_distributed_optimizer=False, overlap_grad_reduce=False
-    )
-    for accumulate in (1, 3):
-        run = make_run("adamw", accumulate=accumulate, groups=3)
-        assert_same_bits(train_with_ours(run, 2, config), train_with_ddp(run, 2))
-
-
 WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
 
 

@@ -21,30 +21,18 @@ from tests.support.prepared_optimizers import CountsOnState, SumsItsState
 CPU = torch.device("cpu")
 
 
-class NoisySGD(torch.optim.Optimizer):
+class NoisySGD(Simple):
     """Element-wise in distribution, but not in numbers: two runs differ, so it cannot be said to be safe."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad + torch.randn_like(param), alpha=group["lr"])
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad + torch.randn_like(param), alpha=group["lr"])
 
 
-class SignSGD(torch.optim.Optimizer):
+class SignSGD(Simple):
     """Not torch's, element-wise: must pass without being on any list."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad.sign(), alpha=group["lr"])
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad.sign(), alpha=group["lr"])
 
 
 @pytest.fixture(autouse=True)

@@ -178,24 +178,21 @@ def test_an_option_that_couples_elements_is_refused_at_the_step_that_would_use_i
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("options", [{"scale": "norm"}, {"by_row": True}, {"most": 1.0}, {"pair": (0.9, 1)}], ids=str)
-def test_a_word_a_flag_and_a_number_in_a_pair_are_looked_at(options: dict[str, Any]) -> None:
+OF_WORD: list[dict[str, Any]] = [{"scale": "norm"}, {"by_row": True}, {"most": 1.0}, {"pair": (0.9, 1)}]
+OF_OFF: list[dict[str, Any]] = [{"most": 1.0}, {"largest": 1.0}, {"by_norm": True}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Word, options) for options in OF_WORD] + [(Off, options) for options in OF_OFF], ids=str
+)
+def test_a_word_a_flag_a_sign_an_end_of_infinity_and_a_new_entry_are_looked_at(
+    kind: Callable[[Any], Any], options: dict[str, Any]
+) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, config(), group)
         with pytest.raises(OptimizerNotShardableError, match=next(iter(options))):
-            train(model, DistributedOptimizer(Word(module.parameters()), model), rank, in_all_groups(**options))
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("options", [{"most": 1.0}, {"largest": 1.0}, {"by_norm": True}], ids=str)
-def test_a_sign_an_end_of_infinity_and_a_new_entry_are_looked_at(options: dict[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, config(), group)
-        with pytest.raises(OptimizerNotShardableError, match=next(iter(options))):
-            train(model, DistributedOptimizer(Off(module.parameters()), model), rank, in_all_groups(**options))
+            train(model, DistributedOptimizer(kind(module.parameters()), model), rank, in_all_groups(**options))
 
     run_ranks(2, run)
 
@@ -222,16 +219,11 @@ def test_what_its_own_step_sets_late_is_not_tried() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         theirs, ours = two_layers(), two_layers()
         model = DistributedDataParallel(ours, config(), group)
-        pairs = (
-            (TorchDDP(theirs, process_group=group), WarmsUp(theirs.parameters(), 0.01)),
-            (
-                model,
-                DistributedOptimizer(WarmsUp(ours.parameters(), 0.01), model),
-            ),
-        )
-        for wrapped, optimizer in pairs:
-            for _ in range(4):
-                train(wrapped, optimizer, rank, lambda _: None)
+        optimizer = DistributedOptimizer(WarmsUp(ours.parameters(), 0.01), model)
+        reference, of_theirs = TorchDDP(theirs, process_group=group), WarmsUp(theirs.parameters(), 0.01)
+        for _ in range(4):
+            train(reference, of_theirs, rank, lambda _: None)
+            train(model, optimizer, rank, lambda _: None)
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(param, other)
 
