@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
 
@@ -239,3 +242,27 @@ def assert_same_fit(actual: Fit, expected: Fit) -> None:
     assert actual.metrics == expected.metrics
     assert actual.logged == expected.logged
     assert_same_tensors(actual.weights, expected.weights)
+
+
+def batches(epoch: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Rank 0's and rank 1's batches of :func:`~tests.doors.fits.loader`, as Lightning shuffles and divides them."""
+    whole = loader()
+    halves: list[DataLoader[Any]] = []
+    for rank in range(2):
+        sampler = DistributedSampler(whole.dataset, 2, rank, shuffle=True, seed=0)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        halves.append(DataLoader(whole.dataset, batch_size=whole.batch_size, sampler=sampler))
+    yield from zip(*halves, strict=True)
+
+
+STATE = {"weight": torch.arange(300_000, dtype=torch.float32), "step": 1}
+"""1.2 MB: many writes of a buffered file."""
+
+
+def saver(folder: Path, **options: Any) -> ModelCheckpoint:
+    defaults: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": BATCHES_PER_EPOCH, "save_top_k": -1}
+    return ModelCheckpoint(folder, **{**defaults, "save_on_train_epoch_end": False, **options})
+
+
+def fit_saving(folder: Path, plugins: tuple[Any, ...] = ()) -> None:
+    fit("megatron_ddp", callbacks=[saver(folder)], enable_checkpointing=True, plugins=list(plugins))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,15 @@ class Failure:
     message: str
     traceback: str
     seconds: float
+
+
+def assert_failed(outcome: Any, *texts: str, kind: str = "", within_s: float = math.inf) -> None:
+    """The job failed, with an exception of this kind, these texts in its message, and in time."""
+    assert isinstance(outcome, Failure), outcome
+    assert outcome.kind == (kind or outcome.kind), outcome.traceback
+    for text in texts:
+        assert text in outcome.message, outcome.traceback
+    assert outcome.seconds < within_s
 
 
 class Ranks:

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import both_modes
-from ..accelerate_loops import Run, Worlds, adamw, groups, sgd, train, weights_of
+from ..accelerate_loops import Run, Worlds, adamw, both_modes, groups, sgd, train, weights_of
 from ..fits import AwkwardNet, loader
 from ..matrix import MODES
 

@@ -17,7 +17,7 @@ from tests.support.ports import free_port
 from ..accelerate_loops import Worlds, adamw, make_accelerator
 from ..fits import AwkwardNet
 from ..python_processes import run_pythons
-from ..rank_processes import Failure
+from ..rank_processes import assert_failed
 
 
 def save_on_main(folder: Path) -> list[float]:
@@ -119,9 +119,7 @@ def die_meanwhile(folder: Path) -> None:
 def test_a_rank_that_died_meanwhile_is_told_of(worlds: Worlds, tmp_path: Path) -> None:
     """Its shards are lost; nothing waits for them."""
     zero, one = worlds.outcomes(die_meanwhile, tmp_path / "saved")
-    assert isinstance(zero, Failure)
-    assert zero.kind == "NotOnAllRanksError"
-    assert "rank(s) [1] have ended: if with an error, look at that one first" in zero.message
+    assert_failed(zero, "rank(s) [1] have ended: if with an error, look at that one first", kind="NotOnAllRanksError")
     assert zero.seconds - one.seconds < 20
 
 

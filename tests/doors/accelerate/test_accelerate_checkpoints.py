@@ -17,8 +17,7 @@ from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
 from megastrategy.core import OpenDirectory
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import both_modes
-from ..accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of
+from ..accelerate_loops import Run, Worlds, adamw, both_modes, groups, make_accelerator, sgd, state_of, weights_of
 from ..fits import AwkwardNet, loader
 from ..matrix import MODES
 from ..rank_processes import Failure

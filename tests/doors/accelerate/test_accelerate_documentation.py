@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import both_modes
-from ..accelerate_loops import Worlds, make_accelerator, weights_of
+from ..accelerate_loops import Worlds, both_modes, make_accelerator, weights_of
 
 NUM_SAMPLES = 30  # 8 batches of 4, the last one short: 4 a rank, and the last one filled up
 

@@ -13,8 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..accelerate_comparison import assert_like_ddp, both_modes, grads_of, inputs, net_of, set_up
-from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, train, weights_of
+from ..accelerate_loops import (
+    Run,
+    Worlds,
+    adamw,
+    assert_like_ddp,
+    both_modes,
+    grads_of,
+    inputs,
+    make_accelerator,
+    net_of,
+    set_up,
+    sgd,
+    state_of,
+    train,
+    weights_of,
+)
 
 # --- synchronisation -------------------------------------------------------------------------------------------------
 

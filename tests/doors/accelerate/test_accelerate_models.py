@@ -20,8 +20,21 @@ from torch.utils.data import DataLoader
 from megastrategy.core import DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import Trainee, assert_like_ddp, both_modes, inputs, net_of, set_up
-from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, weights_of
+from ..accelerate_loops import (
+    Run,
+    Trainee,
+    Worlds,
+    adamw,
+    assert_like_ddp,
+    both_modes,
+    inputs,
+    make_accelerator,
+    net_of,
+    set_up,
+    sgd,
+    state_of,
+    weights_of,
+)
 
 # --- the model -------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,20 @@ from torch import Tensor, nn
 from megastrategy.core.errors import ReducedGradError
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import Trainee, assert_like_ddp, both_modes, inputs, net_of, set_up
-from ..accelerate_loops import Worlds, adamw, make_accelerator, sgd, state_of, weights_of
+from ..accelerate_loops import (
+    Trainee,
+    Worlds,
+    adamw,
+    assert_like_ddp,
+    both_modes,
+    inputs,
+    make_accelerator,
+    net_of,
+    set_up,
+    sgd,
+    state_of,
+    weights_of,
+)
 from ..matrix import MODES
 
 # --- optimizers ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import pytest
 
 from megastrategy import DistributedDataParallelConfig
 
-from ..accelerate_comparison import assert_like_ddp
-from ..accelerate_loops import Worlds, make_accelerator
+from ..accelerate_loops import Worlds, assert_like_ddp, make_accelerator
 
 
 def look_at_options() -> None:

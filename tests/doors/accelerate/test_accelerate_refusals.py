@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ..accelerate_comparison import inputs, net_of
-from ..accelerate_loops import Worlds, make_accelerator, sgd
+from ..accelerate_loops import Worlds, inputs, make_accelerator, net_of, sgd
 
 
 def _prepare(*make_optimizers: Callable[[list[nn.Module]], Any], num_models: int = 1, **options: Any) -> None:

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy.core.torch_ddp_surface import DDP_ATTRIBUTES, REDUCER_ATTRIBUTES, UNUSED_DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import both_modes, inputs, net_of
-from ..accelerate_loops import Worlds, make_accelerator, sgd, weights_of
+from ..accelerate_loops import Worlds, both_modes, inputs, make_accelerator, net_of, sgd, weights_of
 
 THE_ENGINES_OWN = {"device", "reducer", "require_backward_grad_sync", "require_forward_param_sync"}
 

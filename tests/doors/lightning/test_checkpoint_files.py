@@ -29,8 +29,7 @@ from megastrategy._checkpoints import files as checkpoint_files
 from megastrategy._checkpoints.files import load_file, own_memory, save_file
 from megastrategy.core import CheckpointError
 
-from ..checkpointed_fits import STATE
-from ..fits import make_strategy, make_trainer
+from ..fits import STATE, make_strategy, make_trainer
 from ..rank_processes import Ranks
 
 NEWER = {"weight": -STATE["weight"], "step": 2}  # type: ignore[operator]

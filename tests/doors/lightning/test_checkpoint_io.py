@@ -15,8 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from megastrategy._lightning.checkpoint_io import CompleteFileIO
 
-from ..checkpointed_fits import STATE, fit_saving, saver
-from ..fits import BATCHES_PER_EPOCH, assert_same_tensors, fit, make_strategy
+from ..fits import BATCHES_PER_EPOCH, STATE, assert_same_tensors, fit, fit_saving, make_strategy, saver
 from ..rank_processes import Failure, Ranks
 
 

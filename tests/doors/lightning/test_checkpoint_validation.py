@@ -16,8 +16,17 @@ from megastrategy._checkpoints.validation import check_module_state
 from megastrategy.core import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
-from ..checkpointed_fits import fit_saving, saver
-from ..fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from ..fits import (
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    assert_same_tensors,
+    fit,
+    fit_saving,
+    loader,
+    make_strategy,
+    make_trainer,
+    saver,
+)
 from ..rank_processes import Ranks
 
 

@@ -27,7 +27,7 @@ from tests.support.comparison import assert_equal
 
 from ..fits import NUM_TOKENS, assert_same_tensors, loader, make_strategy, make_trainer, weights_of
 from ..matrix import MODES
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Ranks, assert_failed
 
 # --- finetuning ------------------------------------------------------------------------------------------------------
 
@@ -270,8 +270,7 @@ def test_the_batch_size_finder_recovers_from_an_error_in_the_middle_of_backward(
 def test_the_batch_size_finder_is_refused_by_lightning_as_under_ddp(ranks: Ranks) -> None:
     for name in ("ddp", "megatron_ddp"):
         for outcome in ranks.outcomes(fit_with_finder, name):
-            assert isinstance(outcome, Failure)
-            assert "Batch size finder is not supported with distributed strategies" in outcome.message
+            assert_failed(outcome, "Batch size finder is not supported with distributed strategies")
 
 
 def fit_with_finder(name: str) -> None:
@@ -332,5 +331,4 @@ def test_ddp_does_not_recover_from_an_error_in_the_middle_of_backward(
 ) -> None:
     """Its reducer still waits for gradients; what Lightning makes of that error names another cause."""
     for outcome in ranks.outcomes(job, "ddp", {}, str(tmp_path) if job is finding_a_size else False):
-        assert isinstance(outcome, Failure)
-        assert "has parameters that were not used in producing the loss" in outcome.message
+        assert_failed(outcome, "has parameters that were not used in producing the loss")

@@ -23,7 +23,7 @@ from tests.doors.features.clipping import (
 
 from ..fits import AwkwardModule, Fit, assert_same_fit, fit
 from ..matrix import MODES
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Ranks, assert_failed
 
 REMEDIES = ("self.clip_gradients", "clip_grad_norm_", "use_distributed_optimizer=False", "full_grad(", "grad_norm()")
 
@@ -65,8 +65,7 @@ def fit_looking() -> Fit:
 )
 def test_computing_with_grad_in_a_hook_ends_the_fit_with_the_way_out(ranks: Ranks, job: Any) -> None:
     for failure in ranks.outcomes(job):
-        assert isinstance(failure, Failure)
-        assert failure.kind == "ReducedGradError"
+        assert_failed(failure, kind="ReducedGradError")
         for remedy in REMEDIES:
             assert remedy in failure.message
         assert failure.seconds < 30

@@ -30,7 +30,7 @@ from ..failing_fits import (
     short_grace,
 )
 from ..fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Failure, Ranks, assert_failed
 
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
@@ -43,10 +43,7 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     waiting, raising = ranks.outcomes(fit_raising, place, 1, sharded)
     assert isinstance(raising, Failure)
     assert (raising.kind, raising.message) == ("OnPurposeError", "rank 1")
-    assert isinstance(waiting, Failure)
-    assert waiting.kind == "CollectiveError"
-    assert "rank 0 of 2: " in waiting.message
-    assert "another rank ended with an error" in waiting.message
+    assert_failed(waiting, "rank 0 of 2: ", "another rank ended with an error", kind="CollectiveError")
     assert "the first failure among the ranks: rank 1: OnPurposeError: rank 1" in waiting.traceback
     assert waiting.seconds < 30
 
@@ -271,9 +268,7 @@ def test_ranks_that_left_at_different_collectives_do_not_begin_another_fit(ranks
     """Backends match collectives by their number: the next ones would be matched with the wrong ones, and hang."""
     outcomes = ranks.outcomes(fit_after_raising_ahead)
     for outcome in outcomes:
-        assert isinstance(outcome, Failure)
-        assert "the ranks cannot go on together" in outcome.message
-        assert outcome.seconds < 30
+        assert_failed(outcome, "the ranks cannot go on together", within_s=30)
     assert "rank 0 left it after " in outcomes[0].message  # whose process holds what ranks tell each other, and ends
 
 

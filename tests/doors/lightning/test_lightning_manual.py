@@ -20,10 +20,9 @@ from tests.doors.features.manual import (
     manual,
 )
 
-from ..by_hand import batches
-from ..fits import AwkwardModule, Fit, assert_same_tensors, fit, weights_of
+from ..fits import AwkwardModule, Fit, assert_same_tensors, batches, fit, weights_of
 from ..matrix import MODES
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Ranks, assert_failed
 from .test_lightning_parity import CountReductions
 
 EITHER_MODE = pytest.mark.parametrize("mode", MODES)
@@ -64,8 +63,7 @@ def test_the_documentations_gan_trains_which_it_does_not_under_ddp(ranks: Ranks,
     """The discriminator's backward leaves the generator without gradients: "ddp" waits for them and says so in the
     second. Here it is what the recipe computes, to the bit."""
     for outcome in ranks.outcomes(fit_gan, "ddp", find_unused_parameters=False):
-        assert isinstance(outcome, Failure)
-        assert "parameters that were not used in producing the loss" in outcome.message
+        assert_failed(outcome, "parameters that were not used in producing the loss")
     weights, losses = gan_by_hand()
     for rank, result in enumerate(ranks.run(fit_gan, "megatron_ddp", **MODES[mode])):
         assert result.losses == losses[rank]
@@ -141,12 +139,8 @@ def fit_skipping(**strategy_options: Any) -> Fit:
 def test_a_training_step_that_returns_none_on_one_rank_ends_both_with_a_reason(ranks: Ranks, mode: str) -> None:
     """Lightning refuses it on the rank that does it; the other must not wait for the process group's half hour."""
     waiting, skipping = ranks.outcomes(fit_skipping, **MODES[mode])
-    assert isinstance(skipping, Failure)
-    assert "by returning None in distributed training is not supported" in skipping.message
-    assert isinstance(waiting, Failure)
-    assert waiting.kind == "CollectiveError"
-    assert "another rank ended" in waiting.message
-    assert waiting.seconds < 30
+    assert_failed(skipping, "by returning None in distributed training is not supported")
+    assert_failed(waiting, "another rank ended", kind="CollectiveError", within_s=30)
 
 
 # --- idioms that go round the strategy -------------------------------------------------------------------------------
@@ -165,9 +159,7 @@ class ClipsByHand(Manual):
 
 def test_clipping_by_hand_is_refused_or_works(ranks: Ranks) -> None:
     for failure in ranks.outcomes(fit_manual, "megatron_ddp", ClipsByHand, MODES["reduce-scatter"]):
-        assert isinstance(failure, Failure)
-        assert failure.kind == "ReducedGradError"
-        assert "self.clip_gradients" in failure.message
+        assert_failed(failure, "self.clip_gradients", kind="ReducedGradError")
     ours = ranks.run(fit_manual, "megatron_ddp", ClipsByHand, MODES["all-reduce"])
     assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", ClipsByHand)[0].weights)
 
@@ -230,9 +222,7 @@ class StepsAnOptimizerOfItsOwn(Manual):
 
 def test_an_optimizer_that_the_strategy_does_not_know_trains_or_is_refused(ranks: Ranks) -> None:
     for failure in ranks.outcomes(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn):
-        assert isinstance(failure, Failure)
-        assert failure.kind == "ReducedGradError"
-        assert "the optimizer that configure_optimizers" in failure.message
+        assert_failed(failure, "the optimizer that configure_optimizers", kind="ReducedGradError")
     replicated = {"use_distributed_optimizer": False}
     ours = ranks.run(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn, replicated)
     assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", StepsAnOptimizerOfItsOwn)[0].weights)
@@ -256,9 +246,7 @@ def test_a_backward_that_one_rank_skips_ends_all_with_the_reason(ranks: Ranks, s
     options = {"use_distributed_optimizer": sharded}
     outcomes = ranks.outcomes(fit_manual, "megatron_ddp", SkipsABackward, options)
     for outcome in outcomes:
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "CollectiveError"
-        assert outcome.seconds < 30
+        assert_failed(outcome, kind="CollectiveError", within_s=30)
     assert any("the ranks wait for each other" in outcome.message for outcome in outcomes), "whoever sees it first"
 
 

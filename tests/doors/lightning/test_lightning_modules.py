@@ -23,7 +23,7 @@ from tests.doors.features.modules import Normalised, OnlySparse, Sparse, compile
 
 from ..fits import Fit, assert_same_fit, assert_same_tensors, fit
 from ..matrix import MODES
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Ranks, assert_failed
 
 
 class WrapsAgain(Callback):
@@ -107,9 +107,11 @@ def test_parameters_replaced_in_mid_fit_are_refused_by_name(ranks: Ranks, mode: 
     for loaded, result in ranks.run(assigning, "ddp", {}):
         assert_same_tensors(result.weights, loaded)
     for outcome in ranks.outcomes(assigning, "megatron_ddp", MODES[mode]):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "ParameterChangedError"
-        assert "'net.block.0.weight' was replaced by another object (load_state_dict(assign=True)" in outcome.message
+        assert_failed(
+            outcome,
+            "'net.block.0.weight' was replaced by another object (load_state_dict(assign=True)",
+            kind="ParameterChangedError",
+        )
 
 
 class Replaces(Callback):
@@ -133,9 +135,7 @@ def test_a_submodule_replaced_in_mid_fit_is_refused_by_name(ranks: Ranks, mode: 
     for weight, result in ranks.run(replacing, "ddp", {}):
         assert torch.equal(result.weights["net.block.0.weight"], weight)
     for outcome in ranks.outcomes(replacing, "megatron_ddp", MODES[mode]):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "ParameterChangedError"
-        assert "'net.block.0.weight' was replaced by another object" in outcome.message
+        assert_failed(outcome, "'net.block.0.weight' was replaced by another object", kind="ParameterChangedError")
 
 
 # --- sparse gradients ------------------------------------------------------------------------------------------------
@@ -161,8 +161,7 @@ class Dense(Sparse):
 def test_adam_trains_sparse_embeddings_as_dense_ones(ranks: Ranks, mode: str) -> None:
     """Gradients accumulate in a dense buffer, so every optimizer takes them; torch's Adam refuses sparse ones."""
     for outcome in ranks.outcomes(trained, "ddp", {}, build=Sparse, optimizer=adam):
-        assert isinstance(outcome, Failure)
-        assert "Adam does not support sparse gradients" in outcome.message
+        assert_failed(outcome, "Adam does not support sparse gradients")
     theirs = ranks.run(trained, "ddp", {}, build=Dense, optimizer=adam)
     ours = ranks.run(trained, "megatron_ddp", MODES[mode], build=Sparse, optimizer=adam)
     for mine, other in zip(ours, theirs, strict=True):
@@ -173,8 +172,7 @@ def test_adam_trains_sparse_embeddings_as_dense_ones(ranks: Ranks, mode: str) ->
 def test_sparse_adam_is_refused(ranks: Ranks, mode: str) -> None:
     """It steps with sparse gradients only, and there are none: no step is taken with wrong ones."""
     for outcome in ranks.outcomes(trained, "megatron_ddp", MODES[mode], build=OnlySparse, optimizer=sparse_adam):
-        assert isinstance(outcome, Failure)
-        assert "SparseAdam" in outcome.message
+        assert_failed(outcome, "SparseAdam")
         assert "Adam instead" in outcome.message or "use_distributed_optimizer=False" in outcome.message
 
 
@@ -193,21 +191,17 @@ def test_sync_batchnorm_on_cpu_fails_as_under_ddp(ranks: Ranks) -> None:
     }
     for name, reason in refusals.items():
         for outcome in ranks.outcomes(trained, name, {}, build=Normalised, sync_batchnorm=True):
-            assert isinstance(outcome, Failure)
-            assert outcome.kind == "ValueError"
-            assert reason in outcome.message
+            assert_failed(outcome, reason, kind="ValueError")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_uninitialised_lazy_module_is_refused_by_name(ranks: Ranks, mode: str) -> None:
     """Under "ddp" the same, without the name."""
     for outcome in ranks.outcomes(fit_lazy, "megatron_ddp", MODES[mode]):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "ValueError"
+        assert_failed(outcome, kind="ValueError")
         assert outcome.message.startswith("parameter 'net.block.0.weight' is uninitialised")
     for outcome in ranks.outcomes(fit_lazy, "ddp", {}):
-        assert isinstance(outcome, Failure)
-        assert "uninitialized parameters" in outcome.message
+        assert_failed(outcome, "uninitialized parameters")
 
 
 def fit_lazy(name: str, strategy_options: dict[str, Any]) -> Fit:

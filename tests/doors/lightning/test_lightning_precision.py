@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.doors.features.precision import RecordScales, half_precision, scaled
 
-from ..by_hand import batches
 from ..fits import (
     BATCHES_PER_EPOCH,
     AwkwardModule,
     Fit,
     assert_same_tensors,
+    batches,
     fit,
     loader,
     make_strategy,

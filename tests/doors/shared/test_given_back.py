@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.comparison import assert_equal
 
-from ..accelerate_comparison import inputs, net_of
-from ..accelerate_loops import Worlds, adamw, make_accelerator, sgd
+from ..accelerate_loops import Worlds, adamw, inputs, make_accelerator, net_of, sgd
 from ..fabric_loops import AwkwardNet, make_fabric, step_with
 from ..fits import AwkwardModule, loader, make_strategy, make_trainer
 from ..matrix import MODES
