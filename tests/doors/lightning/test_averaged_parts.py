@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from megastrategy import MegatronDDPStrategy
 from tests.support.tensor_parallel import LanguageModel, plan
 
+from ..fits import make_trainer
 from ..rank_processes import Ranks
 from .test_lightning_tensor_parallel import LitModel, assert_close, loader, read
 
@@ -34,16 +34,11 @@ class MadeLate(LitModel):
 def fit(is_mesh: bool, epochs: int, folder: Path, resume: str | None, kind: Any = LitModel) -> dict[str, Tensor]:
     module, averages = kind(), StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
     devices = 4 if is_mesh else 1
-    trainer = pl.Trainer(
-        strategy=MegatronDDPStrategy(tensor_parallel_size=2) if is_mesh else "ddp",
-        accelerator="cpu",
+    trainer = make_trainer(
+        MegatronDDPStrategy(tensor_parallel_size=2) if is_mesh else "ddp",
         devices=devices,
         max_epochs=epochs,
         callbacks=[averages],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, loader(2 if is_mesh else 4), ckpt_path=resume)
     trainer.save_checkpoint(folder / f"{devices} devices, {epochs} epochs.ckpt")

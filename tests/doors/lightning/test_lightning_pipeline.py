@@ -18,6 +18,7 @@ from megastrategy.core import OpenDirectory
 from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, make_layers
 from tests.support.tensor_parallel import adamw
 
+from ..fits import make_trainer
 from ..rank_processes import Ranks
 from .test_lightning_tensor_parallel import assert_close, read
 
@@ -72,15 +73,11 @@ def fit(
 ) -> dict[str, Any]:
     """Trains, and saves a checkpoint called after the number of devices and epochs."""
     module = LitModel()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
+    trainer = make_trainer(
+        strategy,
         devices=devices,
         max_epochs=epochs,
         gradient_clip_val=0.1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[ModelCheckpoint(folder, f"{devices} devices, {{epoch}}", save_top_k=-1)],
         **options,
     )
@@ -157,17 +154,7 @@ def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
 
 
 def fit_refused(strategy: Any, **options: Any) -> None:
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = make_trainer(strategy, devices=2, max_epochs=1, **options)
     trainer.fit(LitModel(), loader(BATCH_SIZE))
 
 

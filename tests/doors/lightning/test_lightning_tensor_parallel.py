@@ -29,6 +29,7 @@ from megastrategy.tools.conversion import consolidate
 from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
+from ..fits import make_trainer
 from ..rank_processes import Ranks
 
 BATCH_SIZE = 2
@@ -72,18 +73,8 @@ def fit(
 ) -> dict[str, Any]:
     """Trains, and saves a checkpoint called after the number of devices and epochs."""
     module = LitModel()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=epochs,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
+    trainer = make_trainer(
+        strategy, devices=devices, max_epochs=epochs, accumulate_grad_batches=2, gradient_clip_val=0.1, **options
     )
     validated_on = loader(batch_size, samples=8)
     trainer.fit(module, loader(batch_size), validated_on, ckpt_path=resume)
@@ -234,15 +225,10 @@ class FullySharded(LitModel):
 
 def fit_by_either(path: str, is_ours: bool, epochs: int, resume: str | None) -> list[float]:
     module, strategy = FullySharded(is_ours), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    trainer = pl.Trainer(
-        strategy=MegatronDDPStrategy(tensor_parallel_size=2, state_dict_type="sharded") if is_ours else strategy,
-        accelerator="cpu",
+    trainer = make_trainer(
+        MegatronDDPStrategy(tensor_parallel_size=2, state_dict_type="sharded") if is_ours else strategy,
         devices=4,
         max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, loader(BATCH_SIZE), ckpt_path=resume)
     trainer.save_checkpoint(path)
@@ -327,15 +313,8 @@ class ParallelLossByHand(ParallelLoss):
 
 def fit_losses(kind: type[ParallelLoss], strategy: Any, devices: int, batch_size: int) -> list[float]:
     module = kind()
-    trainer = pl.Trainer(
-        strategy=strategy if devices == 1 else MegatronDDPStrategy(tensor_parallel_size=2),
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        strategy if devices == 1 else MegatronDDPStrategy(tensor_parallel_size=2), devices=devices, max_epochs=1
     )
     trainer.fit(module, loader(batch_size))
     return module.losses
@@ -369,16 +348,7 @@ class NotCut(LitModel):
 
 
 def one_step(max_steps: int = 1) -> pl.Trainer:
-    return pl.Trainer(
-        strategy=MegatronDDPStrategy(tensor_parallel_size=2),
-        accelerator="cpu",
-        devices=4,
-        max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return make_trainer(MegatronDDPStrategy(tensor_parallel_size=2), devices=4, max_steps=max_steps, max_epochs=-1)
 
 
 class RaisesInStep(LitModel):

@@ -21,7 +21,7 @@ from megastrategy.lightning import MAIN_PARAMS_KEY
 from tests.doors.lightning.test_lightning_checkpoints import assert_same_value, load
 
 from ..fabric_loops import AwkwardNet, adamw, make_data, make_fabric
-from ..fits import AwkwardModule, assert_same_tensors, loader, make_strategy, weights_of
+from ..fits import AwkwardModule, assert_same_tensors, loader, make_strategy, make_trainer, weights_of
 from ..rank_processes import Ranks
 
 SAVED_AFTER = 4  # batches, of 5 and more an epoch; two steps each
@@ -41,18 +41,7 @@ class World:
     def make_trainer(self, **options: Any) -> pl.Trainer:
         """ "auto" is what a Trainer does on one device without being told anything."""
         strategy = "auto" if self.name == "auto" else make_strategy(self.name, **dict(self.options))
-        return pl.Trainer(
-            strategy=strategy,
-            devices=self.size,
-            accelerator="cpu",
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            **options,
-        )
+        return make_trainer(strategy, devices=self.size, max_epochs=2, num_sanity_val_steps=0, **options)
 
 
 WORLDS = [

@@ -13,6 +13,7 @@ from megastrategy import MegatronDDPStrategy
 from tests.doors.lightning import test_lightning_pipeline as stages
 from tests.doors.lightning import test_lightning_tensor_parallel as parts
 
+from ..fits import make_trainer
 from ..rank_processes import Ranks
 
 
@@ -49,16 +50,8 @@ def fit(kind: Any, options: dict[str, Any], devices: int, batch_size: int) -> di
     module = kind()
     loader = parts.loader if kind is CountingParts else stages.loader
     strategy = MegatronDDPStrategy(**options) if devices > 1 else "ddp"
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=3,
-        callbacks=[EarlyStopping("val_samples", patience=1)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        strategy, devices=devices, max_epochs=3, callbacks=[EarlyStopping("val_samples", patience=1)]
     )
     trainer.fit(module, loader(batch_size), loader(batch_size, samples=8))
     metrics = {name: float(trainer.callback_metrics[name]) for name in ("samples", "val_samples", "largest")}

@@ -21,7 +21,7 @@ from tests.support.user_code_training import Ended, Net, compare, make_optimizer
 
 from ..accelerate_loops import make_accelerator
 from ..fabric_loops import make_fabric
-from ..fits import make_strategy
+from ..fits import make_strategy, make_trainer
 from ..rank_processes import Ranks, number_of_ranks
 
 MODES: dict[str, dict[str, Any]] = {"shards": {}, "all-reduce": {"use_distributed_optimizer": False}}
@@ -97,16 +97,8 @@ class Module(pl.LightningModule):
 
 def with_trainer(name: str, options: dict[str, Any], code: UserCode | None, refusal: Refusal | None) -> Ended:
     module = Module(code, refusal)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=number_of_ranks(),
-        strategy=make_strategy(name, **options),
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = make_trainer(
+        make_strategy(name, **options), max_steps=STEPS, use_distributed_sampler=False, max_epochs=-1
     )
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(STEPS, 1)))
     assert module.ended is not None
