@@ -86,10 +86,10 @@ def test_grad_norm_is_the_norm_of_each_whole_gradient_and_of_all(
 def check_errors_of_grad_norm() -> None:
     strategy: Any = make_strategy("megatron_ddp")
     trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
-    with pytest.raises(RuntimeError, match=r"grad_norm\(\) is there during a fit"):
+    with pytest.raises(RuntimeError, match=r"grad_norm\(\) works during a fit"):
         strategy.grad_norm()
     trainer.fit(AwkwardModule(), loader())
-    with pytest.raises(RuntimeError, match=r"grad_norm\(\) is there during a fit"):
+    with pytest.raises(RuntimeError, match=r"grad_norm\(\) works during a fit"):
         strategy.grad_norm()
     for wrong in (0, -1.0):
         with pytest.raises(ValueError, match="expected a positive number, or 'inf'"):

@@ -78,6 +78,7 @@ def fit(
         devices=devices,
         max_epochs=epochs,
         gradient_clip_val=0.1,
+        enable_checkpointing=True,
         callbacks=[ModelCheckpoint(folder, f"{devices} devices, {{epoch}}", save_top_k=-1)],
         **options,
     )
