@@ -39,7 +39,7 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
         DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
 
 
-def test_a_size_that_shall_be_measured_is_refused_with_the_command_that_measures() -> None:
+def test_bucket_size_auto_is_refused_with_the_command_that_measures() -> None:
     with pytest.raises(ValueError, match=r"bucket_size='auto'.*megastrategy tune SCRIPT"):
         DistributedDataParallelConfig(bucket_size="auto")  # type: ignore[arg-type]
 
@@ -194,15 +194,13 @@ HOOKS = [
 
 
 @pytest.mark.parametrize(("arguments", "dtype"), HOOKS)
-def test_torchs_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
-    arguments: dict[str, object], dtype: str | None
-) -> None:
+def test_torchs_16_bit_hooks_become_an_option_and_are_reported(arguments: dict[str, object], dtype: str | None) -> None:
     assert config_from_arguments(arguments) == DistributedDataParallelConfig(grad_wire_dtype=dtype)
     assert (f"grad_wire_dtype={dtype!r}" in describe_translation(arguments)) == (dtype is not None)
     assert describe_translation({"grad_wire_dtype": "bf16"}) == ""
 
 
-def test_a_line_tells_of_what_rounds_alone() -> None:
+def test_only_hooks_that_round_are_reported() -> None:
     hook, wrapper = default_hooks.allreduce_hook, default_hooks.bf16_compress_wrapper
     assert describe_translation({"ddp_comm_hook": hook, "grad_wire_dtype": "int8"}) == ""
     line = describe_translation({"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper})

@@ -1,4 +1,4 @@
-"""What scripts pass to torch DDP and read from it has its meaning here, or an error with the way out."""
+"""Arguments and attributes of torch DDP that scripts use have their meaning here, or an error with the way out."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def _be_refused() -> None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-def test_what_has_no_meaning_is_refused_with_the_way_out() -> None:
+def test_names_without_a_meaning_are_refused_with_the_way_out() -> None:
     run_processes(2, _be_refused)

@@ -1,4 +1,4 @@
-"""Rounding to what is sent, without ranks."""
+"""Rounding for the wire, without ranks."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("wire", "error"), [(torch.bfloat16, 2**-8), (torch.int8, 2**-7)])
 @pytest.mark.parametrize("numel", [0, 1, 63, 2**16, 2**16 + 1])
-def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(
-    numel: int, wire: torch.dtype, error: float
-) -> None:
+def test_rounding_errors_are_sent_with_the_next_change(numel: int, wire: torch.dtype, error: float) -> None:
     generator = torch.Generator().manual_seed(0)
     weights, remainder = torch.randn(numel, generator=generator), torch.zeros(numel)
     exact, other = weights.clone(), weights.clone()
@@ -56,7 +54,7 @@ def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(
         exact.add_(update)
         publish_change_(main, weights, change := empty_wire(numel, wire))
         other.add_(read_wire(change, numel))
-        assert torch.equal(bits(other), bits(weights)), "whoever adds the change has the same bits"
+        assert torch.equal(bits(other), bits(weights)), "every rank that adds the change has the same bits"
         # Not the sum of what twenty roundings left out: nothing of it was lost.
         largest = update.abs().max().item() if numel else 0.0
         torch.testing.assert_close(weights, exact, rtol=0, atol=error * largest + 1e-5)
@@ -86,7 +84,7 @@ def test_nothing_changes_no_bit(wire: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.int8])
-def test_what_is_not_finite_leaves_no_remainder(wire: torch.dtype) -> None:
+def test_nonfinite_numbers_leave_no_remainder(wire: torch.dtype) -> None:
     weights = torch.zeros(3)
     main = torch.tensor([float("inf"), float("nan"), 1.0])
     publish_change_(main, weights, empty_wire(3, wire))

@@ -57,7 +57,7 @@ def test_a_number_is_off_by_half_a_scale_at_most(numbers: list[float], dtype: to
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_stays_so_in_its_block_alone(bad: float) -> None:
+def test_nonfinite_numbers_affect_only_their_block(bad: float) -> None:
     values = torch.ones(3 * BLOCK_NUMEL)
     values[70] = bad
     came = read_wire(blocks_of(values), values.numel()).view(3, -1).isfinite()

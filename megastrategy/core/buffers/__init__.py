@@ -7,10 +7,10 @@ from .main_grads import declare_main_grads, withdraw_main_grads
 from .nonfinite import FiniteCheck, NonFinite, describe_nonfinite
 from .param_buffers import ParamBuffers
 from .pooled_buffers import PooledGradBuffers
-from .reduced_grad import NO_TASK, ReducedGrad, inside_backward, inside_node
+from .reduced_grad import NO_GRAPH_TASK, ReducedGrad, inside_backward, inside_node
 
 __all__ = [
-    "NO_TASK",
+    "NO_GRAPH_TASK",
     "ContiguousGradBuffers",
     "FiniteCheck",
     "FlattenedGradBuffers",

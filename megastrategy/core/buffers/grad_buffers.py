@@ -187,11 +187,9 @@ class GradBuffers(ABC):
         self._place(first, grads)
 
     def update_swapped_params(self) -> list[int]:
-        """Returns the parameters whose inner tensor torch has replaced, and uses the new ones from now on.
-
-        ``Module.to`` replaces those of DTensors, even if nothing has to be moved. Autograd's data of the parameter, and
-        its hooks with them, are lost then.
-        """
+        """Returns the parameters whose inner tensor torch has replaced, and uses the new ones. ``Module.to``
+        replaces those of DTensors, even if nothing has to be moved; autograd's data of the parameter, and its hooks
+        with them, are lost then."""
         if not self.local_parts.has_parts:
             return []
         views = map(self.local_parts.local_view, self.params)
@@ -293,9 +291,7 @@ class GradBuffers(ABC):
 
     def local_bucket_of(self, param: int) -> Tensor:
         """Returns this rank's part of the reduced bucket of a parameter with a bucket of its own: 1-D, to be written.
-
-        Without a gradient it is temporary memory, to which other ranks with a copy of the parameter add theirs.
-        """
+        Without a gradient it is temporary memory, to which other ranks with a copy of the parameter add theirs."""
         bucket = self.layout.buckets[self.layout.slots[param].bucket]
         if self._sharded:
             return self.reduced(bucket.index, *self.layout.shard_range(bucket, self._dp_rank))
@@ -307,11 +303,8 @@ class GradBuffers(ABC):
         return part.as_strided((part.numel(),), (1,))
 
     def continue_from(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
-        """Replaces ``other``, of a different layout, in which gradients were reduced and scattered.
-
-        Args:
-            shards: by parameter, this rank's parts in this layout.
-        """
+        """Replaces ``other``, of a different layout, in which gradients were reduced and scattered. ``shards`` are this
+        rank's parts in this layout, by parameter."""
         self.has_grad[:], self._stale[:] = other.has_grad, other._stale
         for state in self._buckets:
             state.is_reduced = True

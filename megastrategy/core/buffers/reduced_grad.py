@@ -25,13 +25,13 @@ from ..errors import ReducedGradError
 from ..layout import ParamSpec
 
 _ATEN = torch.ops.aten
-NO_TASK = -1
+NO_GRAPH_TASK = -1
 """torch's number for "no backward is running"; each graph task, nested ones too, has a number of its own."""
 
 
 def inside_backward() -> bool:
     """Whether a backward is running on this thread."""
-    return bool(torch._C._current_graph_task_id() != NO_TASK)
+    return bool(torch._C._current_graph_task_id() != NO_GRAPH_TASK)
 
 
 def inside_node() -> bool:
@@ -40,11 +40,8 @@ def inside_node() -> bool:
 
 
 class RepresentedGrad:
-    """One reduced gradient, until it is dropped: it has one stand-in, and copies where that was detached.
-
-    Attributes:
-        has_copies: whether stand-ins other than the one in ``.grad`` exist.
-    """
+    """One reduced gradient, until it is dropped: it has one stand-in, and copies (``has_copies``)
+    where that was detached."""
 
     def __init__(self, zero: Callable[[RepresentedGrad], None]) -> None:
         self._zero = zero

@@ -86,9 +86,8 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
 def second_collectives(every: Collectives, device: torch.device) -> Collectives:
     """Returns collectives on a second group of the same ranks, which do not wait behind those in flight on ``every``.
 
-    Made once for each ``every``, collectively. Returns ``every`` itself for a single rank, or a group that was made by
-    hand. Both have one count of started collectives, since a program starts them in the same order on each rank; so a
-    watchdog of ``every`` watches the second, too.
+    Made once for each ``every``, collectively; ``every`` itself for a single rank, or a group that was made by hand.
+    Both count as one, since a program starts their collectives in the same order on each rank, and have one watchdog.
     """
     if every.second is None:
         group = private_group(every.group, device) if every.size > 1 else every.group
@@ -120,12 +119,9 @@ def destroy_second(every: Collectives) -> None:
 
 
 def close_when_collected(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
-    """Ends threads when ``owner`` is collected, or the returned function is called; also groups, if ``own_group``
-    was made for ``every``.
-
-    Sends nothing: each rank collects, or closes, its model by itself. Does nothing at exit, when other ranks may still
-    be in a collective.
-    """
+    """Ends threads when ``owner`` is collected, or the returned function is called; also groups, if ``own_group`` was
+    made for ``every``. Sends nothing, since each rank closes its model by itself, and does nothing at exit, when other
+    ranks may still be in a collective."""
     end = weakref.finalize(owner, _end_groups, every, own_group)
     end.atexit = False
     return end

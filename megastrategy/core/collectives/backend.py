@@ -17,10 +17,8 @@ from .part_sums import add_parts_
 
 
 class BackendCollectives(Collectives):
-    """The backend's own collectives (NCCL and others), asynchronous on its own streams.
-
-    See interface's [Note: why ranks agree over their hosts].
-    """
+    """The backend's own collectives (NCCL and others), asynchronous on its own streams; see interface's [Note: why
+    ranks agree over their hosts]."""
 
     has_receive_buffers = True
     _exchange: PartExchange | None = None

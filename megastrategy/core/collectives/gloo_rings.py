@@ -39,13 +39,8 @@ _NUM_TAGS = 10  # of one exchange: a kind's in each direction
 
 
 class GlooRings:
-    """The rings of one group. Every call is collective, and returns when this rank is done.
-
-    Args:
-        group: no other code may send between two of its ranks with these tags.
-        scratch: memory by dtype, to share with rings that never run at the same time.
-        references: the tensors that gloo's threads refer to.
-    """
+    """The rings of one group, on which no other code may send with their tags. Every call is collective, and returns
+    when this rank is done. ``scratch`` memory, by dtype, may be shared with rings that never run at the same time."""
 
     def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], references: GlooReferences) -> None:
         self._group, self._scratch, self._gloo_references = group, scratch, references
@@ -84,11 +79,8 @@ class GlooRings:
                 pass
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> None:
-        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks.
-
-        The ring of :meth:`all_gather`, with packed parts: a rank may have a thousand spans, and each
-        message has a cost.
-        """
+        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks: the ring of :meth:`all_gather`
+        with packed parts, since a rank may have a thousand spans and each message has a cost."""
         parts = [[tensor[start:end] for start, end in of_rank] for of_rank in spans]
         sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
         most = max(sizes)

@@ -50,13 +50,8 @@ def shard_collectives(every: Collectives, num_shards: int, device: torch.device)
 
 
 def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
-    """Makes the collectives of an instance, for the backend of ``every``.
-
-    Args:
-        every: all ranks.
-        instance: the ranks of this rank's instance, in order.
-        across: the ranks at this rank's place in all instances, in order.
-    """
+    """Makes the collectives of an ``instance``, this rank's, for the backend of ``every``, all ranks; ``across`` are
+    the ranks at this rank's place in all instances. All groups are in order."""
     if isinstance(every, FakeCollectives):
         destroy_group(across)  # nothing crosses between instances either
         return FakeCollectives(instance)
@@ -179,9 +174,7 @@ class InstanceCollectives(Collectives):
 
 class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     """The rings of :class:`GlooCollectives`, in the thread of ``every``, which runs everything that this rank starts.
-
-    So they count among the collectives of all ranks: all ranks run the same program.
-    """
+    So they count among the collectives of all ranks: all ranks run the same program."""
 
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)

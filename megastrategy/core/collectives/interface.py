@@ -69,10 +69,8 @@ class Handles(Handle):
 
 
 class Watchdog(Protocol):
-    """Called about once a second while this rank waits in a collective.
-
-    A backend notices that a peer's process died, but not that it raised and is elsewhere.
-    """
+    """Called about once a second while this rank waits in a collective: a backend notices that a peer's process died,
+    but not that it raised and is elsewhere."""
 
     def __call__(self, what: str, number: int) -> str:
         """Returns the reason why ``what``, the ``number``-th of this rank's collectives (from 1), will
@@ -129,10 +127,8 @@ class Collectives(ABC):
 
     @property
     def host(self) -> Collectives:
-        """The collectives of the same ranks for tensors in host memory: this object itself if it sends from there.
-
-        See [Note: why ranks agree over their hosts].
-        """
+        """The collectives of the same ranks for tensors in host memory: this object itself if it sends from there; see
+        [Note: why ranks agree over their hosts]."""
         return self if self._host is None else self._host
 
     @property
@@ -205,12 +201,9 @@ class Collectives(ABC):
         """Waits for the collectives that this rank has started."""
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:  # noqa: B027 - gloo's have met by then
-        """Makes the ranks connect now for the collectives of buckets. A backend would connect when it is first used: in
-        the first backward, when memory is at its peak. Collective.
-
-        Args:
-            exchanges: whether :meth:`reduce_scatter_into` will be used.
-        """
+        """Makes the ranks connect now for the collectives of buckets; with ``exchanges``, for
+        :meth:`reduce_scatter_into`, too. A backend would connect when it is first used: in the first backward, when
+        memory is at its peak. Collective."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -241,11 +234,8 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
-        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks; the other
-        elements do not change.
-
-        Spans are the same on every rank, and do not overlap. They may be empty, and of any length.
-        """
+        """Sends every rank's own elements of ``tensor``, ``spans[rank]``, to all ranks; the other elements do not
+        change. Spans are the same on every rank, do not overlap, and may have any length."""
 
     @abstractmethod
     def all_to_all(

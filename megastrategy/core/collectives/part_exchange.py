@@ -99,11 +99,7 @@ class PartExchange:
 
 
 class _Exchange:
-    """An exchange in flight.
-
-    Attributes:
-        added: recorded when its sums were queued; None before, and without streams.
-    """
+    """An exchange in flight; ``added`` is recorded when its sums were queued (None before, and without streams)."""
 
     def __init__(self, work: Any, parts: Sequence[Tensor], add: Callable[[Sequence[Tensor]], object]) -> None:
         self.work, self.parts, self.add = work, parts, add

@@ -86,10 +86,8 @@ class Progress:
         return {"num_started": self.num_started, "num_barriers": self.num_barriers, "call": self.call}
 
     def place_if_past(self, other: dict[str, Any]) -> str:
-        """Returns where this rank is, if certainly past the place of the other; otherwise "".
-
-        See [Note: evidence that a rank will not come].
-        """
+        """Returns where this rank is, if certainly past the other's place, otherwise ""; see [Note: evidence that a
+        rank will not come]."""
         # Strictly more: an equal count is the same place, and a smaller one a rank that has still to come.
         if self.num_started > other["num_started"]:
             return f"in the {self.last_started[-1]} of a later step"
@@ -101,10 +99,8 @@ class Progress:
 
 
 class Responder:
-    """A thread that tells rank 0 where this rank's main thread is. A daemon.
-
-    It sleeps in the store's ``wait``, on a connection of its own, and costs nothing until rank 0 asks.
-    """
+    """A daemon thread that tells rank 0 where this rank's main thread is. It sleeps in the store's ``wait``, on a
+    connection of its own, and costs nothing until rank 0 asks."""
 
     _FILE_POLL_S = 0.2
     _CLOSE_TIMEOUT_S = 5.0
@@ -217,10 +213,9 @@ class RankCheck:
             self._num_answered, self._responder = self._responder.number, None
 
     def wait_for_all(self, what: str, probe: Callable[[int], object], remedy: str = CALL_ON_EVERY_RANK) -> None:
-        """Returns when all ranks have called this with the same ``what``.
+        """Returns when all ranks have called this with the same ``what``, the call's name in messages.
 
         Args:
-            what: the call, for the message.
             probe: called now and then with a missing rank; raises a RuntimeError if that rank has ended.
             remedy: the last sentence of the message.
 

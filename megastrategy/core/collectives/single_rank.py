@@ -13,10 +13,8 @@ from .part_sums import add_parts_
 
 
 class SingleRankCollectives(Collectives):
-    """One rank: nothing is sent or counted, and no thread is started.
-
-    The tensor itself is its sum over ranks, and the result of a gather or broadcast. Only a scale is left to apply.
-    """
+    """One rank: nothing is sent or counted, and no thread is started. The tensor itself is its sum over ranks, and the
+    result of a gather or broadcast. Only a scale is left to apply."""
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         if scale != 1.0:  # no pass over the tensor that changes no bit

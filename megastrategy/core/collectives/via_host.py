@@ -145,11 +145,8 @@ class ViaHostCollectives(Collectives):
             self._owner._submit(lambda: None).result()
 
     def _start(self, run: Callable[..., Handle], *copied: tuple[Tensor, slice, slice]) -> Handle:
-        """Starts ``run`` on copies of tensors in host memory.
-
-        Args:
-            staged: tensors with the elements to copy to the host, and those to copy back.
-        """
+        """Starts ``run`` on host copies of tensors; ``copied`` has the tensors with the elements to
+        copy there, and back."""
         owner = self._owner
         tensors = [tensor for tensor, _, _ in copied]
         # Data that ranks agree on is on the host already. It goes through the thread too, and must

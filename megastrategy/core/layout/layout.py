@@ -199,9 +199,9 @@ class BufferLayout:
             position = bucket.start
             for index in bucket.params:
                 slot, chunk = self.slots[index], self.params[index].chunk
-                assert position <= slot.start <= slot.end <= bucket.end, "parameters lie in their bucket, apart"
+                assert position <= slot.start <= slot.end <= bucket.end, "parameters are in their bucket, apart"
                 first = slot.start - (0 if chunk is None else chunk.start)
-                assert first % PARAM_ALIGNMENT_NUMEL == 0, "parameters, or the chunks that they lie in, are aligned"
+                assert first % PARAM_ALIGNMENT_NUMEL == 0, "parameters, or their chunks, are aligned"
                 assert chunk is None or bucket.start <= first <= first + chunk.numel <= bucket.end, "chunks are whole"
                 assert slot.end - slot.start == self.params[index].numel
                 assert (slot.buffer, slot.bucket) == (bucket.buffer, bucket.index)

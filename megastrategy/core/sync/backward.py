@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..buffers import NO_TASK
+from ..buffers import NO_GRAPH_TASK
 from ..errors import MegastrategyError
 
 
@@ -55,13 +55,16 @@ class Preparation:
     syncs: bool = False
     accumulates: bool = False
     inside_forward: bool = False
-    graph: int = NO_TASK
-    spent_in: int = NO_TASK
+    graph: int = NO_GRAPH_TASK
+    spent_in: int = NO_GRAPH_TASK
 
     def add(self, *, syncs: bool) -> None:
         """A forward that trains has ended."""
         self.graph = torch._C._current_graph_task_id()
-        if self.spent_in not in (NO_TASK, self.graph):  # that backward is over: losses with a cache, step after step
+        if self.spent_in not in (
+            NO_GRAPH_TASK,
+            self.graph,
+        ):  # that backward is over: losses with a cache, step after step
             self.clear()
         if syncs:
             self.syncs = True
@@ -82,7 +85,7 @@ class Preparation:
     def clear(self) -> None:
         """The backward that was prepared is over."""
         self.syncs = self.accumulates = False
-        self.spent_in = NO_TASK
+        self.spent_in = NO_GRAPH_TASK
 
     def __bool__(self) -> bool:
         return self.syncs or self.accumulates or self.inside_forward
@@ -132,12 +135,12 @@ class BackwardWatch:
 
     def __init__(self, engine: FollowsBackwards) -> None:
         self.engine = weakref.ref(engine)  # whose reducer has this object
-        self._outermost = NO_TASK  # torch's number of the graph that is under way, where outputs told of it
+        self._outermost = NO_GRAPH_TASK  # torch's number of the graph that is under way, where outputs told of it
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
 
     def forget(self) -> None:
         """A forward starts: the next backward is another."""
-        self._outermost = NO_TASK
+        self._outermost = NO_GRAPH_TASK
 
     def look_at(self, outputs: Any) -> None:
         """Finds the tensors in a forward's outputs that a backward may start from."""
@@ -146,7 +149,7 @@ class BackwardWatch:
 
     def knows_outermost(self) -> bool:
         """Whether the end of the backward that is under way is expected already."""
-        return self._outermost != NO_TASK
+        return self._outermost != NO_GRAPH_TASK
 
     def expect_end(self) -> None:
         """Reports the end of the backward that is running now (its innermost graph)."""
@@ -172,7 +175,7 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_outermost(self) -> None:
-        self._outermost = NO_TASK
+        self._outermost = NO_GRAPH_TASK
         self._end()
 
     def _end(self) -> None:

@@ -78,7 +78,7 @@ def test_only_small_gradients_gaps_and_sums_are_zeroed(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_view_held_before_is_in_no_later_gradient(mode: str) -> None:
+def test_old_values_of_a_view_are_in_no_later_gradient(mode: str) -> None:
     """A layer that one rank leaves out adds nothing there, and one that all leave out has no gradient."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -1,5 +1,5 @@
-"""What somebody keeps of ``.grad`` beyond its drop stays what it was, as under torch DDP, or says that it is gone; and
-hooks on gradients run before gradients are sent, whenever they were registered."""
+"""A gradient that user code keeps beyond its drop does not change, as under torch DDP, or says that it is gone; and
+hooks on gradients run before these are sent, whenever they were registered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Wide(Net):
 
 
 def by_rank(program: Program, options: dict[str, Any] | None, kind: type[Net] = Net) -> list[list[Tensor]]:
-    """What the program returns; under torch DDP without ``options``."""
+    """Returns the program's result; under torch DDP without ``options``."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
         net = kind()
@@ -101,7 +101,7 @@ drops = pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
 @drops
 @whole
 @pytest.mark.parametrize("kind", [Net, Wide])
-def test_a_whole_gradient_that_is_kept_and_put_back_is_what_it_was(
+def test_a_full_gradient_that_is_kept_and_put_back_is_unchanged(
     kind: type[Net], options: dict[str, Any], drop: Callable[[Net, Any], None]
 ) -> None:
     assert_as_under_torch_ddp(put_back(drop), options | {"use_distributed_optimizer": False}, kind)
@@ -139,7 +139,7 @@ def test_a_copy_of_a_stand_in_is_no_better_and_zeroing_it_zeroes_nothing() -> No
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_ranks_own_gradient_that_is_kept_from_an_accumulation_is_what_it_was(sharded: bool) -> None:
+def test_a_local_gradient_kept_from_an_accumulation_is_unchanged(sharded: bool) -> None:
     def program(model: Any, net: Net, optimizer: Any, rank: int) -> list[Tensor]:
         found: list[Tensor] = []
         for step in range(2):
@@ -156,7 +156,7 @@ def test_a_ranks_own_gradient_that_is_kept_from_an_accumulation_is_what_it_was(s
     assert_as_under_torch_ddp(program, {"bucket_size": 40, "use_distributed_optimizer": sharded})
 
 
-def test_what_nobody_keeps_costs_no_memory() -> None:
+def test_gradients_without_other_references_cost_no_memory() -> None:
     def program(model: Any, net: Net, optimizer: Any, rank: int) -> list[Tensor]:
         buffers = model.engine.grad_buffers
         before = [id(view) for view in buffers.views]

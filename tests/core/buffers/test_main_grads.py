@@ -145,13 +145,13 @@ def test_equal_to_the_bit_to_layers_whose_gradients_autograd_adds(
             assert torch.equal(fused[rank][name], value), f"rank {rank}: {name}"
 
 
-def test_the_place_has_the_gradients_dtype_and_goes_when_the_model_is_closed() -> None:
+def test_main_grad_has_the_gradients_dtype_until_the_model_is_closed() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _ = wrap(group, Fused, torch.bfloat16)
         net: Any = model.module
         assert net.first.weight.main_grad.dtype == torch.float32
         assert net.first.weight.main_grad.shape == net.first.weight.shape
-        assert not hasattr(net.norm.weight, "main_grad"), "nobody adds to it"
+        assert not hasattr(net.norm.weight, "main_grad"), "no layer adds to it"
         model(batch(rank, 0, torch.bfloat16)).backward()
         assert net.first.weight.main_grad.data_ptr() == model.engine.grad_buffers.main_grads[0].data_ptr()
         model.close()
@@ -175,7 +175,7 @@ def test_a_layer_of_ones_own_says_so_on_its_weight() -> None:
     assert all(torch.equal(fused[0][name], value) for name, value in plain[0].items())
 
 
-def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
+def test_a_gradient_that_user_code_kept_does_not_change() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, optimizer = wrap(group, Fused, **WHOLE)
         net: Any = model.module
@@ -232,7 +232,7 @@ def raises_in_backward(model: DistributedDataParallel, net: Any, when: str, rank
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_what_a_kernel_added_before_the_first_hook_raised_is_not_added_to(accumulated: bool) -> None:
+def test_additions_of_a_kernel_before_a_failure_are_not_kept(accumulated: bool) -> None:
     """The engine has heard of no gradient yet, and would take the next backward for the first."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -261,7 +261,7 @@ def test_what_a_kernel_added_before_the_first_hook_raised_is_not_added_to(accumu
 
 
 def test_a_loss_of_an_inner_layer_that_comes_first_is_refused() -> None:
-    """A loss that a layer keeps for whoever trains, as a mixture of experts does, may be the first of a backward."""
+    """A loss that a layer keeps for the training loop, as in a mixture of experts, may be the first of a backward."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model, _ = wrap(group, Fused)
@@ -300,7 +300,7 @@ def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
 
 
 def test_a_loss_that_is_no_output_of_the_forwards_is_refused() -> None:
-    """Nothing told of its backward before the layer's kernel ran; and a bias may tell before the kernel runs."""
+    """No hook ran before the layer's kernel did; and a bias's hook may run before the kernel."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model, _ = wrap(group, Fused)
@@ -326,7 +326,7 @@ def test_without_a_place_the_layer_is_refused_at_the_wrapping(options: dict[str,
 
 @pytest.mark.parametrize("before", ["a refusal", "a training"])
 def test_a_layer_that_is_switched_off_is_a_plain_one_again(before: str) -> None:
-    """It is what the refusal says, and it has to do in the same process."""
+    """The error suggests it, and it has to work in the same process."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         net = Net(Fused, torch.float32)

@@ -76,7 +76,7 @@ DROPS: dict[str, Callable[[Any, Net], None]] = {
 
 
 def average_(net: Net, group: ProcessGroup) -> None:
-    """What a reduction does to whole gradients: torch DDP loses its hooks where a parameter changes its dtype."""
+    """The result of an all-reduce: torch DDP loses its hooks if a parameter changes its dtype."""
     for param in net.parameters():
         has_grad = torch.tensor([float(param.grad is not None)])
         group.allreduce([has_grad]).wait()

@@ -1,4 +1,4 @@
-"""grad_buffer="pooled": what is held, and what is sent and when."""
+"""grad_buffer="pooled": its memory, its collectives, and their order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.training import Run
 
 
 class Watching(RecordingCollectives):
-    """Knows which memory of what was sent is still held, and how much it is."""
+    """Knows which memory of sent tensors is still in use, and how much it is."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
@@ -40,7 +40,7 @@ class Watching(RecordingCollectives):
         self.most_unfinished = 0
 
     def alive_nbytes(self, *, in_the_end: bool = False) -> int:
-        """``in_the_end``: when gloo's thread, which has told that it is done, has let go as well; soon, if ever."""
+        """``in_the_end``: when gloo's thread has released the tensors of a complete collective; soon, if ever."""
         deadline = time.monotonic() + 10.0
         while in_the_end and self.alive_nbytes() > 0 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -66,10 +66,8 @@ class Watching(RecordingCollectives):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_parameter_of_nearly_all_elements_is_staged_in_pieces_of_the_bucket_size(
-    size: int, dtype: torch.dtype
-) -> None:
-    """No more than two of them are ever on their way, none is left after backward, and nobody holds a gradient."""
+def test_a_huge_parameter_is_staged_in_pieces_of_the_bucket_size(size: int, dtype: torch.dtype) -> None:
+    """At most two of them are in flight, none is left after backward, and nothing refers to a gradient."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = Watching(group)
@@ -96,7 +94,7 @@ def test_a_parameter_of_nearly_all_elements_is_staged_in_pieces_of_the_bucket_si
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_held_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
+def test_memory_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
     """With bf16 weights and Adam, but for the padding of buckets; the sums are all that is held of gradients."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -124,7 +122,7 @@ def test_what_is_held_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
     run_ranks(size, run)
 
 
-def test_a_piece_is_staged_in_as_many_operations_whatever_number_of_parameters_it_has() -> None:
+def test_staging_a_piece_has_one_number_of_operations() -> None:
     def run(rank: int, group: ProcessGroup) -> list[int]:
         counts = []
         for number in (2, 40):
@@ -145,7 +143,7 @@ def test_a_piece_is_staged_in_as_many_operations_whatever_number_of_parameters_i
         assert few == many == 2
 
 
-def test_the_first_lines_say_what_it_costs() -> None:
+def test_the_first_lines_show_its_memory() -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[str, str]:
         texts = []
         for options in (POOLED, {}):
@@ -165,7 +163,7 @@ def test_the_first_lines_say_what_it_costs() -> None:
     assert alone == contiguous, "on one rank nothing is scattered"
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------------
+# --- collectives -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -50,7 +50,7 @@ def test_one_microbatch_a_step_has_the_bits_of_persistent_buffers(size: int) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_accumulation_differs_by_rounding_alone(size: int) -> None:
+def test_accumulation_differs_only_by_rounding(size: int) -> None:
     run = Run(options=(("lr", 0.01), ("eps", 1e-4)), groups=3, accumulate=3)
     assert_close(train_with_ours(run, size, config()), train_with_ddp(run, size), 1e-6)
 
@@ -107,7 +107,7 @@ def zeroed_in_place_in_the_window(model: Any, rank: int) -> None:
 
 
 def written_before_the_window(model: Any, rank: int) -> None:
-    """What is written in place of a gradient is added to, and reduced with it."""
+    """A tensor that replaces a gradient is added to, and reduced with it."""
     half(model, rank, 0)
     model.zero_grad()
     model.module[0].weight.grad = torch.full((33, 10), 2.0 + rank)
@@ -127,14 +127,14 @@ def replaced_between(model: Any, rank: int) -> None:
     [zero_grad_in_the_window, zeroed_in_place_in_the_window, written_before_the_window, replaced_between],
     ids=lambda scenario: scenario.__name__,
 )
-def test_what_is_done_to_gradients_between_backwards(scenario: Callable[[Any, int], None], size: int) -> None:
+def test_changes_of_gradients_between_backwards(scenario: Callable[[Any, int], None], size: int) -> None:
     ours = grads_with_ours(two_layers, scenario, size, **POOLED, bucket_size=1)
     assert_equal(ours, grads_with_ddp(two_layers, scenario, size), 1e-6)
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
 def test_a_step_leaves_the_sums_where_they_are(zeroes: bool) -> None:
-    """A second step finds them, and the next window adds to them unless somebody zeroes."""
+    """A second step finds them, and the next window adds to them unless they are zeroed."""
 
     def run(rank: int, group: ProcessGroup, ours: bool) -> list[Tensor]:
         module = two_layers()
@@ -154,7 +154,7 @@ def test_a_step_leaves_the_sums_where_they_are(zeroes: bool) -> None:
 
 
 class Parts(nn.Module):
-    """Uses the parts that it is told to."""
+    """Uses the parts whose numbers are passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_parameters_that_some_ranks_or_some_microbatches_do_not_use(static: bool) -> None:
-    """Part 3 is used by nobody, and is skipped by the optimizer although it has weight decay."""
+    """No rank uses part 3, and the optimizer skips it although it has weight decay."""
     used = {0: [(0, 1), (0, 1)], 1: [(0, 2), (0, 2)]} if static else {0: [(0, 1), (0,)], 1: [(0,), (2,)]}
 
     def train(rank: int, model: Any, optimizer: Any) -> None:
@@ -212,7 +212,7 @@ def test_parameters_that_some_ranks_or_some_microbatches_do_not_use(static: bool
     finally:
         Parts.forward = own_forward  # type: ignore[method-assign]
     assert_equal(ours, expected, 1e-6)
-    assert torch.equal(ours[0][6], Parts().parts[3].weight), "used by nobody"
+    assert torch.equal(ours[0][6], Parts().parts[3].weight), "used by no rank"
     assert not torch.equal(ours[0][4], Parts().parts[2].weight), "used by rank 1"
 
 
@@ -254,7 +254,7 @@ def test_sparse_and_double_gradients() -> None:
 
 
 def test_a_backward_that_broke_off_leaves_nothing_in_the_sums() -> None:
-    """Nor in the staging buffers, with buckets on the wire; what came before in the window is dropped with it."""
+    """Nor in the staging buffers, with buckets on the wire; earlier gradients of the window are dropped with it."""
 
     def broken(model: Any, rank: int) -> None:
         half(model, rank, 7, sync=False)

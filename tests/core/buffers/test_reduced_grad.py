@@ -1,5 +1,5 @@
-"""After a reduce-scatter nobody reads a wrong gradient, nobody reads nothing in silence, and whoever drops one is
-heard: ``.grad`` is a stand-in (megastrategy.core.buffers.reduced_grad)."""
+"""``.grad`` is a stand-in after a reduce-scatter (megastrategy.core.buffers.reduced_grad): a read raises or is right,
+and a drop is noticed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 
 
 def after_a_backward(options: dict[str, Any], look: Callable[[DistributedDataParallel, Net], Any]) -> list[Any]:
-    """What ``look`` returns on two ranks between a synchronised backward and the step."""
+    """Returns the results of ``look`` on two ranks between a synchronised backward and the step."""
 
     def run(rank: int, group: ProcessGroup) -> Any:
         net = Net()
@@ -72,7 +72,7 @@ def after_a_backward(options: dict[str, Any], look: Callable[[DistributedDataPar
     return run_ranks(2, run)
 
 
-# --- who reads is told -----------------------------------------------------------------------------------------------
+# --- reads -----------------------------------------------------------------------------------------------------------
 
 
 def adaptive_clipping(params: list[nn.Parameter]) -> None:
@@ -128,7 +128,7 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 
 @sharded
-def test_whoever_computes_with_grad_is_told_the_parameter_and_the_way_out(options: dict[str, Any]) -> None:
+def test_computing_with_grad_names_the_parameter_and_the_way_out(options: dict[str, Any]) -> None:
     def look(model: DistributedDataParallel, net: Net) -> dict[str, str]:
         messages = {}
         for name, read in READERS.items():
@@ -151,7 +151,7 @@ def test_whoever_computes_with_grad_is_told_the_parameter_and_the_way_out(option
 
 @sharded
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_gradient_is_like_can_be_asked(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_shape_and_dtype_of_a_gradient_can_be_read(options: dict[str, Any], dtype: torch.dtype) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         net = Net().to(dtype)
         model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
@@ -213,7 +213,7 @@ def test_compiled_code_is_not_compiled_again() -> None:
     torch._dynamo.reset()
 
 
-def test_a_change_of_dtype_after_a_backward_is_told_as_such() -> None:
+def test_a_change_of_dtype_after_a_backward_is_an_error_of_its_own() -> None:
     def look(model: DistributedDataParallel, net: Net) -> str:
         net.double()
         with pytest.raises(ParameterChangedError) as raised:
@@ -224,7 +224,7 @@ def test_a_change_of_dtype_after_a_backward_is_told_as_such() -> None:
         assert "was torch.float32 of shape" in message
 
 
-# --- what is done to gradients is done -------------------------------------------------------------------------------
+# --- changes ---------------------------------------------------------------------------------------------------------
 
 Program = Callable[[Any, Any, Net, int], None]
 """Forwards, backwards and steps with (model, optimizer, module, rank), under either engine."""
@@ -283,7 +283,7 @@ def drops_one(model: Any, optimizer: Any, net: Net, rank: int) -> None:
 
 
 def drops_between_backwards(model: Any, optimizer: Any, net: Net, rank: int) -> None:
-    """What is accumulated after the drop is all there is."""
+    """Only gradients accumulated after the drop remain."""
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, rank, 2 * step).backward()
@@ -311,7 +311,7 @@ def zeroes_in_place(model: Any, optimizer: Any, net: Net, rank: int) -> None:
 @pytest.mark.parametrize(
     "program", [zeroes_the_raw_module, drops_one, zeroes_in_place], ids=lambda program: program.__name__
 )
-def test_what_the_user_drops_or_zeroes_is_dropped_or_zero(program: Program, options: dict[str, Any]) -> None:
+def test_dropped_or_zeroed_gradients_are_dropped_or_zero(program: Program, options: dict[str, Any]) -> None:
     assert_ends_alike(program, options)
 
 
@@ -363,15 +363,15 @@ def test_a_step_leaves_the_gradients_where_they_are(options: dict[str, Any]) -> 
     [never_zeroes, drops_between_backwards, two_backwards_of_one_forward, accumulates_upon_the_reduced],
     ids=lambda program: program.__name__,
 )
-def test_a_backward_adds_to_what_was_reduced(program: Program, options: dict[str, Any]) -> None:
-    """Not to the bit: what is accumulated is averaged on its owner (docs: several synchronised backwards)."""
+def test_a_backward_adds_to_reduced_gradients(program: Program, options: dict[str, Any]) -> None:
+    """Not to the bit: accumulated gradients are averaged on their owner (docs: several synchronised backwards)."""
     assert_ends_alike(program, options, 1e-6, optimizer="SGD")
 
 
 @pytest.mark.filterwarnings(
     "ignore:Using backward\\(\\) with create_graph=True"
 )  # of a cycle, which ends with the test
-def test_a_graph_of_the_backward_does_not_lose_what_was_reduced() -> None:
+def test_a_graph_of_the_backward_does_not_lose_reduced_gradients() -> None:
     """With create_graph autograd makes a sum in place of adding."""
 
     def program(model: Any, optimizer: Any, net: Net, rank: int) -> None:
@@ -404,7 +404,7 @@ def test_a_stand_in_that_is_put_back_after_a_drop_is_refused(options: dict[str, 
 
 @sharded
 def test_a_stand_in_of_another_parameter_is_refused(options: dict[str, Any]) -> None:
-    """Each would be stepped with its own gradient, where torch DDP takes what was put there."""
+    """Each would be stepped with its own gradient, where torch DDP uses the one that was put there."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         net = nn.LayerNorm(10)
@@ -420,7 +420,7 @@ def test_a_stand_in_of_another_parameter_is_refused(options: dict[str, Any]) -> 
     run_ranks(2, run)
 
 
-def test_what_a_failed_backward_added_is_not_added_later() -> None:
+def test_gradients_of_a_failed_backward_are_not_added_later() -> None:
     """Autograd adds to the first stand-in before anybody hears of the backward."""
 
     class Fails(torch.autograd.Function):
@@ -499,6 +499,6 @@ def test_stand_ins_cost_no_memory_and_keep_nothing_alive() -> None:
             with pytest.raises(RuntimeError, match="data pointer"):
                 extension_reads(grad)
         model.close()
-        grad.zero_()  # of an engine that is gone: nobody's gradient
+        grad.zero_()  # of an engine that is gone
 
     after_a_backward(SHARDED["contiguous"], look)

@@ -38,7 +38,7 @@ def shared_part(module: nn.Module) -> list[Tensor]:
 def seen_by_readers(
     size: int, options: dict[str, Any] | None, *, share_at: int, dtype: torch.dtype = torch.float32
 ) -> list[list[Tensor]]:
-    """Trains, and returns by rank what a reader finds in shared memory after each step, and the weights at the end.
+    """Trains, and returns by rank the values in shared memory after each step, and the weights at the end.
 
     ``options``: None for torch DDP. ``share_at``: the step before which the module is shared; -1 for before the wrap.
     """
@@ -103,7 +103,7 @@ def test_weights_of_16_bits_are_read_as_they_are_trained(options: dict[str, Any]
         assert all(map(torch.equal, mine[-9:], reference))
 
 
-def test_what_another_process_writes_is_trained_on() -> None:
+def test_training_uses_values_that_another_process_writes() -> None:
     """As in a lock-free search: an actor's write between two steps is neither lost nor overwritten."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:

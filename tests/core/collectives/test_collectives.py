@@ -1,4 +1,4 @@
-"""Rings and broadcasts against the sums they stand for, and what a rank that ends does to the others."""
+"""Rings and broadcasts against plain sums, and the effect of a rank that ends on the others."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_large_tensors_go_in_segments(size: int) -> None:
 
 @pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_sum_may_be_scaled_instead_of_what_is_added(size: int, kind: type[Collectives]) -> None:
+def test_the_sum_may_be_scaled_instead_of_its_addends(size: int, kind: type[Collectives]) -> None:
     """By a number that is not exact: each addend's rounding would show."""
     numel, scale = 300 * size, 1 / 3
 
@@ -208,7 +208,7 @@ def test_a_rank_that_ends_ends_the_others_with_a_reason(name: str) -> None:
             raise ZeroDivisionError("this rank ends")
         scale = (1.0,) if name in ("reduce_scatter", "all_reduce") else ()
         try:
-            for _ in range(100):  # a broadcast's sender may be ahead of the receiver by what the socket holds
+            for _ in range(100):  # a broadcast's sender may be ahead of the receiver by the size of the socket
                 tensor = torch.ones(2**20)
                 getattr(collectives, name)(tensor, *scale).wait()
         finally:
@@ -246,7 +246,7 @@ def test_a_rank_that_hangs_ends_the_others_at_the_timeout_of_the_group() -> None
 
 
 @pytest.mark.real_collectives("the memory of one that was not begun is undefined, but on the host")
-def test_what_follows_a_collective_that_failed_is_not_begun_until_they_are_closed() -> None:
+def test_no_collective_begins_after_a_failed_one_until_they_are_closed() -> None:
     """Or this rank waits in it for others, who wait for it in the one that failed."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -270,7 +270,7 @@ def test_what_follows_a_collective_that_failed_is_not_begun_until_they_are_close
     run_ranks(2, run)
 
 
-# --- what a device's backend needs, on the host ----------------------------------------------------------------------
+# --- a device's backend, on the host ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -305,7 +305,7 @@ def test_complex_numbers_go_as_pairs_of_real_ones(size: int) -> None:
 
 
 def test_a_scale_of_one_is_no_pass_over_memory() -> None:
-    """``full_grad`` sums so, and whoever averages elsewhere."""
+    """``full_grad`` sums in this way."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives, rings = BackendCollectives(group), GlooRings(group, {}, GlooReferences())
@@ -338,8 +338,8 @@ def test_a_broadcast_of_many_tensors_is_no_more_operations_than_one_of_two() -> 
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast"])
-def test_a_backend_that_refuses_to_start_raises_what_one_that_fails_later_does(what: str) -> None:
-    """NCCL connects at the first collective, and tells of an aborted communicator when it is asked for the next."""
+def test_a_backend_that_refuses_to_start_raises_the_error_of_a_failure(what: str) -> None:
+    """NCCL connects at the first collective, and reports an aborted communicator at the next one."""
 
     class Refuses:
         def __getattr__(self, name: str) -> object:

@@ -80,11 +80,11 @@ def _describe_part() -> None:
         assert made not in dist.distributed_c10d._world.pg_map
 
 
-def test_a_group_of_two_ranks_is_what_torch_would_have_made_but_for_its_connections() -> None:
+def test_a_group_of_two_ranks_equals_torchs_except_for_its_connections() -> None:
     run_processes(2, _describe_part)
 
 
-def test_two_ranks_of_a_group_that_has_one_connection_reduce_and_gather_over_it() -> None:
+def test_two_ranks_reduce_and_gather_over_a_single_connection() -> None:
     """Somebody made it by hand, and passes it."""
 
     def run(rank: int, given: ProcessGroup) -> list[Tensor]:
@@ -113,7 +113,7 @@ def _under_debugging() -> None:
     collectives.close()
 
 
-def test_where_torch_watches_what_gloo_does_it_makes_the_group() -> None:
+def test_torch_makes_the_group_if_it_watches_gloo() -> None:
     run_processes(2, _under_debugging)
 
 
@@ -194,7 +194,7 @@ def test_groups_stay_as_long_as_an_optimizer_needs_them() -> None:
     assert run_processes(2, _wrap_with_optimizers_that_stay) == [(3, 2, 1, 0)] * 2
 
 
-def test_a_model_that_is_collected_leaves_the_collectives_alone_that_it_was_given() -> None:
+def test_a_collected_model_does_not_close_given_collectives() -> None:
     """One group serves all fits of a process, and an earlier fit's model may be collected within a later one."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""What ranks exchange to agree grows with the logarithm of their number, or not at all."""
+"""The messages by which ranks agree grow with the logarithm of their number, or not at all."""
 
 from __future__ import annotations
 

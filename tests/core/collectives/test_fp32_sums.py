@@ -145,7 +145,7 @@ def test_a_gradient_written_after_the_reduction_is_the_one_that_is_stepped() -> 
     run_ranks(2, run)
 
 
-def test_what_one_optimizer_stepped_with_goes_on_as_what_none_did() -> None:
+def test_gradients_stepped_by_one_optimizer_accumulate_like_unstepped_ones() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = line(rank)
         config = DistributedDataParallelConfig(**SUMS_IN_FP32)

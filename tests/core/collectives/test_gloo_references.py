@@ -1,4 +1,4 @@
-"""What gloo was given has come back before its process ends, and before its group does."""
+"""Gloo has released its tensors before the process ends, and before the group does."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
         instance = collectives.instances[2]
         assert isinstance(instance, GlooCollectives)
         references = HeldTensors()
-        for lender in (collectives, collectives._rings, instance, instance._rings):
-            lender._gloo_references = references
-        start, num_lent = OPERATIONS[operation]
+        for owner in (collectives, collectives._rings, instance, instance._rings):
+            owner._gloo_references = references
+        start, num_passed = OPERATIONS[operation]
         start(collectives).wait()
-        assert len(references.held) == num_lent
+        assert len(references.held) == num_passed
         events: list[str] = []
 
         def let_go() -> None:
@@ -72,7 +72,7 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
     run_ranks(4, run)
 
 
-def test_waiting_for_what_never_comes_back_is_bounded() -> None:
+def test_a_wait_for_a_tensor_that_is_never_released_is_bounded() -> None:
     references, tensor = GlooReferences(), torch.zeros(2)
     kept = references.view_for_gloo(tensor)
     kept += 1
@@ -110,7 +110,7 @@ for handle in [collectives.all_reduce(torch.ones(1000), 1.0) for collectives in 
 
 @pytest.mark.fresh
 def test_a_process_ends_well_right_after_a_collective() -> None:
-    """Gloo's threads get to run only when all others wait. Where nobody waited for them, most such processes aborted
+    """Gloo's threads get to run only when all others wait. Without a wait for them, most such processes aborted
     ("terminate called without an active exception"): 12 of 12 with eight groups, 7 with three."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

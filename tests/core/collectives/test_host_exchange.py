@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks, try_ranks
 MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
 ONE_BUCKET = DistributedDataParallelConfig(bucket_size=10_000)
 CPU = torch.device("cpu")
-BOUND_S = 30.0  # for what takes a second or two on an idle machine
+BOUND_S = 30.0  # a second or two on an idle machine
 
 
 def wrap(
@@ -52,7 +52,7 @@ def step_once(optimizer: DistributedOptimizer) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_ends_with_one_exchange_of_the_hosts_and_none_of_the_device(mode: str, size: int) -> None:
+def test_a_backward_ends_with_one_exchange_between_hosts(mode: str, size: int) -> None:
     """And with the same bits as where the device is the host."""
 
     def where_the_host_sends(rank: int, group: ProcessGroup) -> list[Tensor]:
@@ -164,7 +164,7 @@ def scaled_step(optimizer: DistributedOptimizer) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "save over others"])
-def test_what_a_failed_backward_left_on_the_device_is_aborted(how: str) -> None:
+def test_collectives_of_a_failed_backward_are_aborted_on_the_device(how: str) -> None:
     """And nothing is, where the last backward has ended."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -202,7 +202,7 @@ READS: dict[str, Callable[[DistributedOptimizer], object]] = {
 @pytest.mark.parametrize("read", READS)
 def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) -> None:
     """Without a fault it waits; then the device stalls, as NCCL does where a peer is gone: no call fails, and nothing
-    comes. The watchdog is asked, and what it says goes to the user."""
+    comes. The watchdog is called, and its reason is in the error."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         device = DeviceCollectives(group)
@@ -233,7 +233,7 @@ def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) 
 
 @pytest.mark.parametrize("mode", ["forward", "pooled"])
 def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has found is read at the end of a backward, behind weights or sums that other ranks send."""
+    """Its findings are read at the end of a backward, behind weights or sums that other ranks send."""
     work_as_on_an_accelerator(monkeypatch)
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -260,7 +260,7 @@ READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
 
 
 @pytest.mark.parametrize("name", READS_BETWEEN_STEPS)
-def test_what_reads_the_device_between_steps_waits_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_the_device_between_steps_wait_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work_as_on_an_accelerator(monkeypatch)
 
     def run(rank: int, group: ProcessGroup) -> None:

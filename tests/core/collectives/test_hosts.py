@@ -1,4 +1,4 @@
-"""The groups of hosts: where they listen, and what they say where they cannot connect."""
+"""The groups of hosts: where they listen, and their error if they cannot connect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 def test_hosts_find_a_maximum_in_as_many_exchanges_as_the_size_has_bits(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And take nobody's data of another collective that runs between."""
+    """And receive no data of another collective that runs between."""
     distances: list[int] = []
     exchange = GlooRings._exchange
 
@@ -72,7 +72,7 @@ def test_hosts_find_a_maximum_in_as_many_exchanges_as_the_size_has_bits(
         (None, False, "10.0.0.7"),
     ],
 )
-def test_hosts_listen_where_the_others_come_if_their_name_is_a_loopback_address(
+def test_hosts_whose_name_is_a_loopback_address_listen_for_others(
     own_name: str | None, is_at_master: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Debian's images have it. The interfaces of the machines are given: there is one machine here."""
@@ -149,7 +149,7 @@ def test_hosts_connect_at_the_address_that_leads_to_the_others() -> None:
     assert run_processes(2, hosts_of_a_world_without_gloo, -1) == [("", 0)] * 2
 
 
-def test_where_one_host_cannot_listen_all_say_what_to_set() -> None:
+def test_if_one_host_cannot_listen_all_errors_name_the_setting() -> None:
     began = time.monotonic()
     for rank, (error, left) in enumerate(run_processes(2, hosts_of_a_world_without_gloo, 1)):
         assert error.startswith(f"rank {rank} of 2: the hosts could not connect over gloo, by which the ranks agree.")
@@ -225,7 +225,7 @@ def bound_while_made(ranks: list[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])  # two gloo ranks are connected without torch's helper
-def test_a_part_that_its_members_alone_make_is_not_split_from_the_world(ranks: list[int]) -> None:
+def test_a_group_made_by_its_members_is_not_split_from_the_world(ranks: list[int]) -> None:
     """torch splits NCCL's communicator if the world has its device bound: all ranks of the world have to take part."""
     device = torch.device("cuda:0")
     everybody = len(ranks) == 3

@@ -215,7 +215,7 @@ def test_bf16_weights_take_the_bits_they_take_with_one_instance(accumulate: int,
         optimizer = DistributedOptimizer(adamw(model.parameters()), model)
         seen = train_whole(rank, model, optimizer, module, accumulate)
         main_params = optimizer.main_params()
-        assert bool(main_params) == (rank == 0), "whole ones are gathered for rank 0 of the first instance alone"
+        assert bool(main_params) == (rank == 0), "full ones are gathered only for rank 0 of the first instance"
         model.close()
         return [*seen, *main_params.values()] if rank == 0 else seen
 
@@ -226,7 +226,7 @@ def test_bf16_weights_take_the_bits_they_take_with_one_instance(accumulate: int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_ranks_have_the_same_bits_after_every_step(dtype: torch.dtype) -> None:
-    """Where sums are rounded, too: what the owners of a shard get from an all-reduce is the same for each."""
+    """Also if sums are rounded: all owners of a shard get the same from an all-reduce."""
 
     def train(rank: int, group: ProcessGroup) -> list[Tensor]:
         module = awkward_model().to(dtype)
@@ -409,7 +409,7 @@ def test_a_group_made_by_hand_cannot_be_divided() -> None:
     run_ranks(4, run)
 
 
-def test_ranks_with_other_numbers_of_instances_are_told() -> None:
+def test_different_numbers_of_instances_are_an_error() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(LayoutMismatchError, match=r"ranks and of shards: rank 0 has \[4, 2\], rank 3 has \[4, 4\]"):
             DistributedDataParallel(two_layers(), config(1 if rank == 3 else 2), group)
@@ -446,7 +446,7 @@ def test_a_rank_of_either_instance_that_dies_ends_all(kind: Any, victim: int) ->
             assert f"rank {rank} of 4" in str(outcome), "by its number among all ranks"
 
 
-# --- what is said of it ----------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_the_lines_at_the_start_say_where_it_is_sharded() -> None:

@@ -1,4 +1,4 @@
-"""Parts that ranks exchange and add up themselves: the sums, the order of streams, and the memory for what comes."""
+"""Parts that ranks exchange and add up themselves: the sums, the order of streams, and the receive buffers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Work:
 
 
 def came_of(tensor: Tensor) -> Tensor:
-    """What another rank might send."""
+    """Returns values that another rank might send."""
     return tensor * 3 + 1
 
 
 def exchange_all(device: LazyDevice, wire: Wire, numbers: range, size: int = 2) -> list[tuple[Tensor, Tensor]]:
-    """For each number: the sums, and what they have to be. All are started before any is waited for."""
+    """Returns, for each number, the sums and the expected sums. All are started before any is waited for."""
     exchange = PartExchange(HOST, wire.all_to_all, device)
     started, results = [], []
     for number in numbers:
@@ -148,7 +148,7 @@ class Watching(BackendCollectives):
 
 @pytest.mark.parametrize("options", [{"reduce_scatter_with_fp32_accumulation": True}, {"grad_buffer": "pooled"}])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_backward_holds_what_the_table_says(size: int, options: dict[str, Any]) -> None:
+def test_a_backward_uses_the_memory_of_the_table(size: int, options: dict[str, Any]) -> None:
     """Whatever number of buckets is in flight, of weights in bf16; and the gradients are the rings' to the bit."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -20,7 +20,7 @@ DTYPES = {
 
 
 def parts_and_sums(dtypes: tuple[torch.dtype, torch.dtype], num_parts: int, numel: int) -> tuple[list[Tensor], Tensor]:
-    """Of all magnitudes that 16 bits have, the smallest ones too: what is rounded twice shows in some of them."""
+    """All magnitudes of 16 bits, including the smallest: rounding twice shows in some of them."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ def call_on_rank_zero() -> list[float]:
     return seconds
 
 
-def test_rank_zero_that_calls_without_the_others_is_told_where_they_are() -> None:
+def test_an_error_on_rank_zero_alone_says_where_the_others_are() -> None:
     """On the CPU as on a GPU, and training goes on."""
     seconds = run_processes(3, call_on_rank_zero)[0]
     assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
@@ -92,7 +92,7 @@ def call_on_rank_one() -> list[float]:
     return seconds
 
 
-def test_another_rank_that_calls_alone_is_told_where_rank_zero_waits() -> None:
+def test_an_error_on_another_rank_says_where_rank_zero_waits() -> None:
     seconds = run_processes(2, call_on_rank_one)[1]
     assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
 
@@ -154,7 +154,7 @@ def wait_for_rank_zero() -> bool:
 
 
 def meet_on_rank_zero() -> bool:
-    """What needs all ranks, as a directory does; rank 1 is in the next backward."""
+    """A call that needs all ranks, as for a directory; rank 1 is in the next backward."""
     training = Training()
     start = time.monotonic()
     if dist.get_rank() == 0:
@@ -208,7 +208,7 @@ CASES = [
 ]
 
 
-def test_what_is_not_called_on_all_ranks_is_refused_and_all_goes_on() -> None:
+def test_a_call_on_some_ranks_is_refused_and_training_continues() -> None:
     """Between backward and step, while another state is loaded, of different optimizers; and being late is no error."""
     for outcome in run_processes(2, cases):
         assert outcome == {case.__name__: True for case in CASES}

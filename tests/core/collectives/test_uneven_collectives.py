@@ -1,4 +1,4 @@
-"""What ranks have of a tensor in parts of any size: gathered, and sent to each other."""
+"""Parts of a tensor of any size: gathered, and sent to each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_all_to_all(kind: str, size: int, dtype: torch.dtype) -> None:
-    """The rank-th part of every rank, of which many are empty."""
+    """Every rank's part for each rank; many of them are empty."""
 
     def sizes(source: int, seed: int) -> list[int]:
         generator = random.Random(f"{source} {seed}")
@@ -92,7 +92,7 @@ def test_all_to_all(kind: str, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gather_of_spans_sends_what_there_is_and_no_more(size: int) -> None:
+def test_a_gather_of_spans_sends_exactly_their_bytes(size: int) -> None:
     """Each rank forwards all parts but that of the rank behind it, as in any ring."""
     spans: list[list[tuple[int, int]]] = [[(10 * rank, 10 * rank + rank + 1)] for rank in range(size)]
 

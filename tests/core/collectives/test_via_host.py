@@ -34,7 +34,7 @@ def staged(real: Collectives, device: LazyDevice | None = None) -> ViaHostCollec
 
 
 def everything(collectives: Collectives, device: LazyDevice | None, numel: int) -> list[Tensor]:
-    """Starts one of each before any is waited for, and returns what they leave."""
+    """Starts one of each before any is waited for, and returns their results."""
     rank, size = collectives.rank, collectives.size
     own = slice(rank * numel, (rank + 1) * numel)
 
@@ -79,7 +79,7 @@ def compare(rank: int, group: ProcessGroup) -> None:
     plain.close()
 
 
-def test_what_is_on_the_host_already_takes_no_way_over_the_device() -> None:
+def test_host_tensors_are_not_copied_over_the_device() -> None:
     """Bytes that ranks agree on: the device has work that never ends."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -92,7 +92,7 @@ def test_what_is_on_the_host_already_takes_no_way_over_the_device() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_leaves_what_the_hosts_own_leave(size: int) -> None:
+def test_every_collective_has_the_results_of_the_hosts_own(size: int) -> None:
     run_ranks(size, compare)
 
 

@@ -1,4 +1,4 @@
-"""Before ranks meet, a rank waits for what it has started: it gives that up, and answers others, as any wait does."""
+"""Before a rank check, a rank waits for its started collectives: that wait is watched, and answers other ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMEOUT_S = 30.0
 
 
 def rank_check(group: ProcessGroup) -> RankCheck:
-    store = PrefixStore("roll", group.get_group_store())
+    store = PrefixStore("check", group.get_group_store())
     return RankCheck(store, group.rank(), group.size(), timedelta(seconds=TIMEOUT_S))
 
 
-def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> None:
+def test_a_watchdog_ends_the_wait_for_collectives_before_a_rank_check() -> None:
     """A peer that raised and lives takes no part in the collective, and gloo would wait until the timeout."""
     is_over = threading.Event()
 
@@ -48,7 +48,7 @@ def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> Non
     assert max(run_ranks(2, run)) < TIMEOUT_S / 2
 
 
-def test_who_calls_elsewhere_meanwhile_is_told_where_rank_zero_waits() -> None:
+def test_an_error_of_another_call_says_where_rank_zero_waits() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = GlooCollectives(group, rank_check(group))
         if rank == 1:
@@ -66,8 +66,8 @@ def test_who_calls_elsewhere_meanwhile_is_told_where_rank_zero_waits() -> None:
 
 
 @pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
-@pytest.mark.real_collectives("gives the real ones a roll call")
-def test_what_an_instance_starts_is_evidence_that_a_rank_has_gone_on(kind: type[Collectives]) -> None:
+@pytest.mark.real_collectives("gives the real ones a rank check")
+def test_collectives_of_an_instance_are_evidence_of_progress(kind: type[Collectives]) -> None:
     """Rank 0 calls something that the others have left for the next reduction, inside their instances."""
 
     def run(rank: int, group: ProcessGroup) -> float:
@@ -97,6 +97,6 @@ def test_a_rank_goes_on_when_the_process_of_the_store_has_just_ended() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=1.0))
     del host
-    calls = RankCheck(PrefixStore("roll", store), 1, 2, timedelta(seconds=TIMEOUT_S))
+    calls = RankCheck(PrefixStore("check", store), 1, 2, timedelta(seconds=TIMEOUT_S))
     calls.start_responder()
     calls.stop_responder()

@@ -106,7 +106,7 @@ def test_a_move_takes_no_more_memory_than_there_was(dtype: torch.dtype, options:
         assert after == before
 
 
-def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
+def test_a_gradient_that_user_code_kept_does_not_change() -> None:
     """Taken in the backward that a move ends, from the memory in which weights wait."""
 
     def run(rank: int, group: ProcessGroup) -> None:

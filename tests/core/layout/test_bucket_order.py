@@ -41,7 +41,7 @@ def test_parameters_lie_and_are_launched_in_the_order_given() -> None:
     assert [(slot.bucket, slot.start) for slot in layout.slots] == [(1, 384), (0, 0), (1, 512), (0, 256)]
 
 
-def test_between_dtypes_the_bucket_that_is_complete_first_is_launched_first() -> None:
+def test_the_first_complete_bucket_of_two_dtypes_is_launched_first() -> None:
     """Whatever was registered first: the bf16 bucket of 0 and 2 waits for 0, which comes last."""
     kinds = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     config = DistributedDataParallelConfig(bucket_size=150)
@@ -55,7 +55,7 @@ def test_an_order_names_each_parameter_once(order: list[int]) -> None:
         layout_of([128] * 3, order=order)
 
 
-def test_the_cost_counts_what_has_arrived_before_a_bucket_may_go() -> None:
+def test_the_cost_counts_elements_that_arrived_before_the_launch() -> None:
     """Buckets of 128, 256 and 640 elements. In the order of arrival each goes with its own gradient; in the other, all
     wait for the one that comes last."""
     layout = layout_of([640, 256, 128])
@@ -65,7 +65,7 @@ def test_the_cost_counts_what_has_arrived_before_a_bucket_may_go() -> None:
 
 
 def test_a_scalar_at_the_wrong_end_is_not_worth_a_move() -> None:
-    """A module's own parameters are registered before its children's, whatever they are used for last."""
+    """A module's own parameters are registered before its children's, even if they are used last."""
     assert proposal([1, *[200] * 6], [0, 6, 5, 4, 3, 2, 1]) is None
 
 
@@ -94,7 +94,7 @@ def test_a_parameter_that_is_never_used_no_longer_keeps_the_others_waiting() -> 
     assert proposal([1280] * 4, [2, 1, 0]) == [2, 1, 0, 3]
 
 
-def test_a_frozen_parameter_keeps_nobody_waiting() -> None:
+def test_no_bucket_waits_for_a_frozen_parameter() -> None:
     assert proposal([1280] * 4, [2, 1, 0], [True, True, True, False]) is None
 
 
@@ -103,7 +103,7 @@ def test_a_parameter_whose_gradient_comes_in_parts_goes_last() -> None:
     assert proposal([1280] * 4, [3, 2, 3, 1, 0]) == [2, 1, 0, 3]
 
 
-def test_what_gains_less_than_a_tenth_is_left_alone() -> None:
+def test_an_order_that_gains_less_than_a_tenth_is_not_used() -> None:
     """Two neighbours of eight, swapped: the cost is 37 where it could be 36 (in squares of 1280 elements)."""
     assert proposal([1280] * 8, [7, 6, 5, 3, 4, 2, 1, 0]) is None
 

@@ -99,10 +99,10 @@ def test_places_are_aligned_apart_and_equal_shards(layout: BufferLayout) -> None
     st.data(),
 )
 @settings(deadline=None, max_examples=100)
-def test_a_chunk_is_whole_in_one_bucket_wherever_its_parameters_come_in_the_order(
+def test_a_chunk_is_in_one_bucket_in_every_order_of_its_parameters(
     others: list[ParamSpec], parts: list[tuple[int, int]], bucket_size: int, dp_size: int, data: st.DataObject
 ) -> None:
-    """Each part is a parameter and what is left free behind it."""
+    """Each part is a parameter and the gap behind it."""
     total, specs = sum(numel + free for numel, free in parts), list(others)
     for number, (numel, _) in enumerate(parts):
         start = sum(sum(part) for part in parts[:number])
@@ -118,7 +118,7 @@ def test_a_chunk_is_whole_in_one_bucket_wherever_its_parameters_come_in_the_orde
     assert place.start <= first <= first + total <= place.end
     for index, slot in enumerate(layout.slots):
         inside = slot.buffer == place.buffer and slot.start < first + total and first < slot.end
-        assert specs[index].chunk is not None or not inside, "nobody else is in its free places"
+        assert specs[index].chunk is not None or not inside, "no other parameter is in its gaps"
     plain = build_layout([dataclasses.replace(s, chunk=None) for s in specs], config, dp_size)
     assert digest_of(plain.describe()) != digest_of(layout.describe())
 
@@ -218,7 +218,7 @@ def test_digest_tells_layouts_apart() -> None:
     assert len({same, *others}) == len(others) + 1
 
 
-def test_buckets_of_a_size_that_nobody_gave_begin_small() -> None:
+def test_buckets_of_the_default_size_begin_small() -> None:
     """A quarter of a million elements a parameter, and eighths of the model of 64: 8 of them to a bucket."""
     specs = [spec(f"layer {number}", 2**18) for number in range(64)]
     default = build_layout(specs, DistributedDataParallelConfig(), 2)
@@ -307,7 +307,7 @@ def test_a_broken_layout_does_not_come_into_being() -> None:
 def test_an_extended_layout_keeps_every_place_and_owner(
     groups: list[list[ParamSpec]], bucket_size: int, dp_size: int, sharded: bool
 ) -> None:
-    """The layout checks coverage and overlap itself; here, that nobody who was there notices those who join."""
+    """The layout checks coverage and overlap itself; here, that joining parameters change no other place."""
     config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
     layout = build_layout(groups[0], config, dp_size)
     for joining in groups[1:]:

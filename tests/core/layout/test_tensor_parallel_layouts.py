@@ -19,13 +19,13 @@ from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Outcome, Trainee, make_module, meshes, train_alone, train_on
 
 # 383 rows on the first of two tensor ranks and 382 on the second. With the second's own sizes, a border between the
-# shards of three ranks would lie elsewhere in a replicated matrix.
+# shards of three ranks would be at another place of a replicated matrix.
 UNEVEN = 765
 STEPS = 10
 
 
 class OneBucket(Case):
-    """A case in which borders of shards lie within parameters."""
+    """A case in which borders of shards are inside parameters."""
 
     def config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(bucket_size=2**20, **{**ENGINES[self.mode], **dict(self.options)})
@@ -142,7 +142,7 @@ def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
         pytest.param(3, 2, EVERY, id="all-3x2", marks=pytest.mark.long),
     ],
 )
-def test_what_is_rounded_is_rounded_alike_on_tensor_ranks(dp: int, tp: int, cases: list[Case]) -> None:
+def test_tensor_ranks_round_in_the_same_way(dp: int, tp: int, cases: list[Case]) -> None:
     by_rank = run_processes(dp * tp, trained_and_resumed, tp, cases, timeout_s=600.0)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         first = outcomes[0][0]

@@ -1,4 +1,4 @@
-"""Weights of recurrent layers stay the one chunk that cuDNN takes without a copy, whatever the engine does with them.
+"""Weights of recurrent layers stay in the one chunk that cuDNN uses without a copy, in all that the engine does.
 
 Here there is no cuDNN. So weights are laid out in a way that it may choose, and what torch asks before it calls cuDNN
 (``try_get_weight_buf``) is asked of them here.
@@ -176,7 +176,7 @@ def test_an_optimizer_of_whole_parameters_leaves_them_there() -> None:
 
 
 def test_weights_that_a_user_lays_out_in_the_forward_come_back() -> None:
-    """``flatten_parameters()`` there gives them other memory; what is in it is brought back, and the chunk stays."""
+    """``flatten_parameters()`` there gives them other memory; their values are moved back, and the chunk stays."""
 
     def run(rank: int, group: ProcessGroup) -> Any:
         module = Recurrent(LAYERS["LSTM"], reverse=False)
@@ -212,7 +212,7 @@ def test_a_file_of_the_weights_has_the_chunk_once() -> None:
 
 
 def test_layers_whose_weights_are_not_one_chunk_train_as_before() -> None:
-    """A frozen bias stays behind. A tied weight lies in the chunk of the layer that was laid out last, as with torch:
+    """A frozen bias stays behind. A tied weight is in the chunk of the layer that was laid out last, as with torch:
     that layer keeps its chunk, and the other has none."""
 
     class Two(nn.Module):
@@ -244,7 +244,7 @@ def test_layers_whose_weights_are_not_one_chunk_train_as_before() -> None:
             assert_same(ours, reference)
 
 
-def test_ranks_whose_weights_lie_otherwise_have_no_chunks() -> None:
+def test_ranks_with_different_weight_addresses_have_no_chunks() -> None:
     """Rank 0 has loaded them (``load_state_dict(assign=True)``): torch DDP takes no notice, and neither may this."""
 
     def run(rank: int, group: ProcessGroup) -> Any:
