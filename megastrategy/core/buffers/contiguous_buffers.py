@@ -211,11 +211,11 @@ class ContiguousGradBuffers(GradBuffers):
                 self.has_grad[index] = grads[index] is not None  # the user may have set .grad
 
     def _reopen(self, bucket: int) -> None:
-        """Makes a reduce-scattered bucket ready for accumulation and another reduction, whose result (mean over
-        ranks) is then the first one plus the mean of the additions. The shard is multiplied by the number of shards,
-        the rest, which other ranks own, is zeroed. (Of d ranks, d / num_shards have the same shard, and the mean
-        divides by d.) This takes no memory, and is what torch DDP computes by averaging an average. Separate sums
-        stay, to be added to."""
+        """Makes a reduce-scattered bucket ready for accumulation and another reduction. Its result (mean over
+        ranks) is then the first one plus the mean of the additions: the shard is multiplied by the number of
+        shards, the rest, which other ranks own, is zeroed. (Of d ranks, d / num_shards have the same shard, and the
+        mean divides by d.) This takes no memory, and is what torch DDP computes by averaging an average. Separate
+        sums stay, to be added to."""
         place, state = self.layout.buckets[bucket], self._buckets[bucket]
         flat = self.flats[place.buffer]
         shard_start, shard_end = state.shard
