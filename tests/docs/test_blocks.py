@@ -167,3 +167,17 @@ def test_the_front_page_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 100
+
+
+def test_the_front_page_answers_in_the_order_of_a_readers_questions() -> None:
+    """What it is, the change, the figures, what is proven and what is not, the two commands."""
+    text = (ROOT / "README.md").read_text()
+    answers = [
+        "Megatron-LM's data parallelism",
+        "+trainer = Trainer",
+        "| torch DDP |",
+        "**Proven.**",
+        "**Not proven.**",
+    ]
+    places = [text.index(answer) for answer in (*answers, "make demo    #", "make test    #")]
+    assert places == sorted(places)
