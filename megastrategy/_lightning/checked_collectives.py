@@ -155,7 +155,7 @@ class CheckedCollectives:
                 self.store_gather.problem = self.store_gather.problem or "a step was under way"
             # ``agreed``: all ranks have just given the old group up, and none need be asked
             if not self.store_gather.problem:
-                engine.save_over(engine_collectives(strategy.root_device, agreed=True))
+                engine.use_for_checkpoints(engine_collectives(strategy.root_device, agreed=True))
         return self.store_gather
 
     def why_not_saved(self, *, waits: bool = False) -> str:

@@ -46,8 +46,9 @@ class DistributedDataParallel(nn.Module):
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` moves it back. At the end of the first synchronised backward it may move once more (see
-    bucket_planner's [Note: buckets in the order seen]): views of the memory from before (``p.data``, ``p.detach()``, an
-    address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never moves.
+    bucket_planner's [Note: buckets in the order of arrival]): views of the memory from before (``p.data``,
+    ``p.detach()``, an address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never
+    moves.
 
     A copy (``deepcopy``, pickle) is closed from the start: it has a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.
@@ -395,7 +396,7 @@ def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedData
 def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> None:
     """Weighs the loss by the announced tokens, if any; see ``weigh_by_tokens``."""
     reducers = [model.engine.reducer for model in models]
-    counts = [count for reducer in reducers if (count := reducer.tokens.take_announced()) is not None]
+    counts = [count for reducer in reducers if (count := reducer.tokens.pop_announced()) is not None]
     if counts and loss.requires_grad:
         for reducer in reducers:
             reducer.watch(loss)

@@ -112,7 +112,7 @@ class StagedBackwards:
         """
         reducer = self._present.reducer
         reducer.tokens.has_loss = has_loss
-        reducer.backwards.forget()
+        reducer.backwards.reset()
         reducer.prepare(outputs, sync=is_last)
 
     def finish(self, problem: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The parts of one wrapped model, and their move to another layout."""
+"""The engine of one wrapped model, and its move to another layout."""
 
 from .engine import Engine, GiveBack
 from .shard_holder import Contents, PerElement, ShardHolder

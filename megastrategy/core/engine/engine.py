@@ -1,11 +1,11 @@
-"""The moving parts of one wrapped model, from its wrapping to its closing."""
+"""Connects layout, buffers, reducer and gather of one wrapped model, from its wrapping to its closing."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from ..module import (
     check_memory_is_own,
     check_module,
     check_no_experts,
+    close_other_engines,
     collect_garbage,
     common_device,
     find_groups,
@@ -50,7 +51,6 @@ from ..module import (
     named_params,
     option_rows,
     param_spec,
-    take_over,
 )
 from ..sync import BackwardWatch, BucketPlanner, ParamGather, Reducer
 from ..trials import KnownFindings
@@ -62,29 +62,29 @@ GiveBack: TypeAlias = Literal["all", "used", "later"]
 
 
 class Engine:
-    """Lays a module's parameters out, and owns the buffers, the reducer and the gather for that layout.
+    """Lays out a module's parameters, and owns the buffers, the reducer and the gather for that layout.
 
     :class:`~megastrategy.DistributedDataParallel` has one until it is closed; its copies have none. The optimizers of
     the model step through it.
 
     Args:
-        wrapper: the wrapper, which has this object. Its ``module`` is asked for anew each time, since users replace it.
+        wrapper: the wrapper, which refers to this object. Its ``module`` is read each time, since users replace it.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
-        collectives: how to send instead of what fits the group.
-        should_sync: asked when a backward starts whether it is synchronised; see
+        collectives: replaces those that the engine would make for the group.
+        should_sync: called when a backward starts, returns whether it is synchronised; see
             :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
-        all_reduce_option: how the user asks for an all-reduce instead, for errors whose way out it is.
+        all_reduce_option: how the user chooses all-reduce, for error messages with that remedy.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
-        layout: the plan that buffers and shards follow. It grows when parameters join, and is another after a move.
-        local_parts: where this rank has parameters and gradients; tensor-parallel ones in part.
+        layout: the plan of buffers and shards. It grows when parameters are added, and a move replaces it.
+        local_parts: where this rank has parameters and gradients.
         model_parallel: the groups of ranks that share the model with this one.
         params: the trainable parameters, in the order of ``layout.params``.
         index_by_id: ``id(param)`` to the parameter's index in ``params`` and ``layout``.
-        param_buffers: None where nothing is sharded; ``param_gather`` exists with it alone.
-        shard_holders: the optimizers made for this model, in the order of their making; dead references stay.
-        known_findings: the results of optimizers' trials; a door puts its own here, which outlives this object.
+        param_buffers: None unless parameters are sharded; only then ``param_gather`` exists.
+        shard_holders: weak references to the optimizers of this model, in the order of their construction.
+        known_findings: results of optimizers' trials; a door may set its own, which outlives this object.
         is_closed: whether :meth:`close` was called.
 
     Raises:
@@ -108,7 +108,7 @@ class Engine:
         self.wrapper, self._kind, self._modules = weakref.ref(wrapper), type(wrapper), wrapper._modules
         self.config = config
         self.all_reduce_option = all_reduce_option
-        # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
+        # Before any collective: if a rank rejects its module, the others must not wait for it.
         check_module(self.module, type(wrapper))
         self._ignored = ignored_names(self.module)
         self.device = common_device(self.named_params())
@@ -125,14 +125,14 @@ class Engine:
         self.index_by_id: dict[int, int] = {}
         self.watch = ModuleWatch(self._modules, self._ignored)
         self.layout, joined = self._plan()
-        self._take_in(joined)
+        self._add_params(joined)
         self.owners = Owners(self.layout, {})
-        # after the ranks agreed on the layout: broadcasts of other modules would not match one another
+        # After the ranks have agreed on the layout: broadcasts of different modules would not match.
         self.broadcast_all()
         self.param_buffers: ParamBuffers | None = None
         self._declared = declare_main_grads(self.module)
         try:
-            self.grad_buffers = self._make_grad_buffers()
+            self.grad_buffers = self.make_grad_buffers()
         except ValueError:
             withdraw_main_grads(self._declared)
             raise
@@ -140,7 +140,7 @@ class Engine:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device, self.local_parts)
             self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
             self.shard_collectives.connect(self.device, exchanges=bool(self.layout.received_nbytes))
-            # A forward begins with the module's buffers, and weights that come under it would all come before them.
+            # A forward begins with a broadcast of module buffers, which would wait for gathers in the same queue.
             if (
                 config.overlap_param_gather == "forward"
                 and config.broadcast_buffers
@@ -148,10 +148,8 @@ class Engine:
             ):
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
-        decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be dropped
+        decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be collected
         self.reducer = Reducer(
-            self.layout,
-            self.params,
             self.grad_buffers,
             collectives,
             self.shard_collectives,
@@ -173,20 +171,20 @@ class Engine:
     def _connected(self, process_group: ProcessGroup | None, collectives: Collectives | None) -> Collectives:
         self._end: Callable[[], object] | None = None
         if collectives is None:
-            # Each has threads and descriptors, and those of a model that was dropped in a circle of references end when
-            # that is collected.
+            # Each group has threads and descriptors. Those of a dropped model in a cycle of references end when the
+            # cycle is collected.
             if num_private_groups() >= _MANY_GROUPS:
                 collect_garbage()
             group = private_group(process_group, self.device)
             own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
             self._end = close_when_collected(self, collectives, own_group)
-        # Hazard: collectives that were passed serve other models too, and garbage is collected at any time in any
-        # thread. If they ended with this object, another model's collective would never be carried out.
+        # Hazard: collectives that were passed may serve other models, and garbage is collected at any time in any
+        # thread. If they were closed with this object, another model's collective would never run.
         return collectives
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Becomes None in copies and pickles of what holds it, such as a Trainer in mid-fit."""
+        """Makes this object None in copies and pickles of objects that refer to it, such as a Trainer during a fit."""
         return type(None), ()
 
     @property
@@ -198,7 +196,7 @@ class Engine:
 
     @property
     def shard_collectives(self) -> Collectives:
-        """``collectives`` seen by the ranks that each element has one owner among: all, or an instance of them."""
+        """``collectives`` for the ranks among which each element has one owner: all ranks, or an instance."""
         return shard_collectives(self.collectives, self.layout.num_shards, self.device)
 
     @property
@@ -208,22 +206,22 @@ class Engine:
 
     @property
     def sends_under_backward(self) -> bool:
-        """Whether buckets are sent to other ranks while backward goes on."""
+        """Whether buckets are sent to other ranks during backward."""
         return self.collectives.size > 1 and self.config.overlap_grad_reduce
 
     @property
     def steps_params_themselves(self) -> bool:
-        """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
+        """Whether any torch optimizer may step the Parameters: complete on every rank, and without main params."""
         is_whole = self.layout.num_shards == 1 and not self.local_parts.has_parts
         return is_whole and not any(spec.has_main_param for spec in self.layout.params)
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the wrapper is there, or this is closed already."""
+        """Whether the wrapper exists, or this is closed already."""
         return self.is_closed or self.wrapper() is not None
 
     def is_as_wrapped(self) -> bool:
-        """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
+        """Whether the module still has the parameters for which the buffers were laid out; it may have more."""
         present = {id(param) for param in self.named_params().values()}
         return all(
             id(param) in present
@@ -233,17 +231,17 @@ class Engine:
         )
 
     def named_params(self) -> dict[str, Parameter]:
-        """The module's parameters, frozen ones too, without those that are each rank's own."""
+        """Returns the module's parameters, frozen ones too, without ignored ones."""
         return named_params(self.module, self._ignored)
 
     def ignored_params(self) -> set[int]:
-        """The parameters that are each rank's own, by id."""
+        """Returns the ids of ignored parameters, which belong to each rank."""
         if not self._ignored:
             return set()
         return set(map(id, named_params(self.module).values())) - set(map(id, self.named_params().values()))
 
     def broadcast_all(self) -> None:
-        """The module's parameters, frozen ones too, and buffers become rank 0's, but those that are each rank's own.
+        """Broadcasts the module's parameters, frozen ones too, and buffers from rank 0, without ignored ones.
         Collective."""
         params = broadcast_params(self.module, self._ignored)
         if self.layout.num_shards > 1 and self._ignored:
@@ -253,7 +251,7 @@ class Engine:
         self.collectives.broadcast_all([self.local_parts.local_view(tensor) for tensor in tensors])
 
     def broadcast_buffers(self) -> None:
-        """The module's buffers become rank 0's, unseen by autograd. Collective."""
+        """Broadcasts the module's buffers from rank 0, without a trace for autograd. Collective."""
         # .data has a version counter of its own: BatchNorm saves its buffers for backward, and a second forward, or a
         # validation, before that backward must not make autograd refuse it.
         self._buffer_collectives.broadcast_all([buffer.data for buffer in self.watch.buffers()])
@@ -261,47 +259,50 @@ class Engine:
     # --- the module changes ------------------------------------------------------------------------------------------
 
     def check_params(self) -> None:
-        """Refuses a parameter that was replaced, and takes in what was unfrozen: cheap, before every forward."""
+        """Raises an error for a replaced parameter, and includes unfrozen ones. Cheap enough before every forward."""
         if self.watch.has_changed():
-            # the module's own check may know more of what came in a parameter's place
+            # Their errors are more precise than that of the watch.
             check_module(self.module, self._kind)
             self._check_parts()
-            self.watch.look(self.params)
+            self.watch.update(self.params)
         self.reducer.update_swapped_params()
         if any(param.requires_grad for param in self.watch.frozen):
             self.include_trainable()
 
     def include_trainable(self) -> None:
-        """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
+        """Includes the parameters that require gradients now and did not before, so that they are synchronised.
 
-        Every forward that trains begins with it. They get buffers and buckets of their own, after the others: no
-        other parameter's place or shard changes. Rank 0's values are broadcast, as at the start. Collective if there
-        are any, so all ranks unfreeze the same parameters between the same two forwards.
+        Runs at the beginning of every forward that trains. The parameters get buffers and buckets of their own, after
+        the others: no other parameter's offset or shard changes. Rank 0's values are broadcast, as at the start.
+        Collective if there are any, so all ranks must unfreeze the same parameters between the same two forwards.
         """
         self.check_open()
         layout, joined = self._plan()
-        self._take_in(joined)
+        self._add_params(joined)
         if not joined:
             return
         self.model_parallel.broadcast_common(joined, joins=True)
-        # Unseen by autograd: the values are those of a forward whose backward may still come.
+        # Through .data: a forward may have saved the values for a backward that is still to come.
         self.collectives.broadcast_all([self.local_parts.local_view(param).data for param in joined])
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)
         if self.param_buffers is not None:
             self.param_buffers.extend(self.layout, self.params)
-        self.reducer.extend(self.layout, self.params)
+        self.reducer.extend()
         self.emit(EventKind.LAYOUT_EXTENDED, len(self.params) - len(joined))
 
     def _plan(self) -> tuple[BufferLayout, list[Parameter]]:
-        """Returns the layout of the trainable parameters that are not in ``params`` yet, and these; all ranks agree."""
+        """Returns the layout of trainable parameters that are not in ``params`` yet, and these parameters.
+
+        Collective: all ranks agree on the layout.
+        """
         known = self.index_by_id
         others = [(name, param) for name, param in self.named_params().items() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
         parts, part_of = self.local_parts, self.local_parts.local_view
         whole = [param for param in joining if part_of(param) is param]
-        # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
+        # Addresses of weights differ between ranks, and tensor ranks have one layout.
         chunks = find_weight_chunks(self.module, whole, self.config) if self.model_parallel.tensor_ranks is None else {}
         specs = [
             dataclasses.replace(
@@ -318,7 +319,7 @@ class Engine:
             common_device(self.named_params())
             if self.collectives.size > 1:
                 check_no_experts(self.named_params(), self.local_parts)
-            take_over(joining)
+            close_other_engines(joining)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
@@ -326,52 +327,52 @@ class Engine:
                 group.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
         return layout, joining
 
-    def _take_in(self, params: Sequence[Parameter]) -> None:
+    def _add_params(self, params: Sequence[Parameter]) -> None:
         self.params += params
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
-        self.watch.look(self.params)
+        self.watch.update(self.params)
 
     # --- whole parameters --------------------------------------------------------------------------------------------
 
-    def own_whole(self, indices: set[int]) -> None:
-        """Gives parameters owners, which keep them from now on. Collective; the same on all ranks.
+    def assign_owners(self, indices: set[int]) -> None:
+        """Assigns owners to parameters that are stepped unsharded. Collective, with the same parameters on all ranks.
 
         Raises:
-            LayoutMismatchError: if ranks would have other owners, as with other optimizers.
+            LayoutMismatchError: if owners differ between ranks, as with different optimizers.
         """
         if joining := indices - self.owners.rank_of.keys():
             self.owners = self.owners.extended_by(joining)
             if self.param_buffers is not None:
-                # Equal parts came so far, and stayed; parts with gaps will be added where they were not overwritten.
+                # So far all elements of a bucket were overwritten; from now on changes are added to some of them.
                 self.param_gather.finish()
                 self.param_buffers.clear_changes()
         every = self.collectives.all_gather_objects(sorted(self.owners.rank_of.items()))
         if any(others != every[0] for others in every):
             raise LayoutMismatchError(
-                "ranks would step other parameters whole: their optimizers have other groups or options. By rank, the "
-                f"number of parameters: {[len(others) for others in every]}"
+                "ranks disagree on which parameters are stepped whole: their optimizers have different groups or "
+                f"options. The number of these parameters by rank: {[len(others) for others in every]}"
             )
 
     # --- the layout changes ------------------------------------------------------------------------------------------
 
     def _make_planner(self) -> BucketPlanner | None:
-        # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
+        # If nothing is sent before the end of backward, the order of buckets makes no difference.
         if not self.params or not self.sends_under_backward:
             return None
         return BucketPlanner(self.config, self.collectives, self.model_parallel.tensor_ranks)
 
     def move_to(self, layout: BufferLayout | None) -> None:
-        """Moves everything to another layout, or nothing for None. Collective."""
+        """Moves everything to another layout; nothing happens for None. Collective."""
         if layout is not None:
             relayout(self, layout)
 
-    def announce(self, tell: Callable[[str], None]) -> None:
-        """Tells the user what was set up: ``tell`` gets the lines, and shows them on rank 0."""
+    def announce(self, log: Callable[[str], None]) -> None:
+        """Describes the setup, in lines, through ``log``, which prints on rank 0 only."""
         kept: dict[int, int] | None = {}
         for holder in (ref() for ref in self.shard_holders):
             found = holder.num_kept() if holder is not None else {}
             kept = None if kept is None or found is None else kept | found
-        tell(
+        log(
             describe_setup(
                 self.layout,
                 self.collectives.rank,
@@ -383,8 +384,8 @@ class Engine:
             )
         )
 
-    def _make_grad_buffers(self) -> GradBuffers:
-        """Buffers for the present layout, which take the parameters' gradients in."""
+    def make_grad_buffers(self) -> GradBuffers:
+        """Returns buffers for the present layout, with the parameters' present gradients."""
         kind: type[GradBuffers] = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
         if not self.config.use_contiguous_buffers:
             kind = FlattenedGradBuffers
@@ -393,43 +394,10 @@ class Engine:
         buffers.all_reduce_option = self.all_reduce_option
         return buffers
 
-    def change_whole(self, layout: BufferLayout) -> None:
-        """Changes to another layout of the same parameters where nothing is sharded; gradients are copied."""
-        before = self.grad_buffers
-        self.layout = layout
-        self.grad_buffers = self._make_grad_buffers()
-        self.grad_buffers.keep_views_of(before)
+    def use_for_checkpoints(self, collectives: Collectives) -> None:
+        """Uses other collectives for gathering checkpoints from now on, after an exception has left these unusable.
 
-    def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
-        """Changes to another layout of the same parameters where this rank owns shards.
-
-        Args:
-            reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
-        """
-        before = self.grad_buffers
-        memory = before.close_and_return_memory()
-        self.layout = layout
-        # CUDA's allocator gives a freed block to what has its size. So weights wait in the gradients' memory until that
-        # of the old weights is free: new weights take it, and new gradients take the old gradients'. New weights that
-        # stayed in a block of gradients would make the allocator reserve one more.
-        if ParamBuffers.can_hold(layout, memory):
-            self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts, memory))
-        else:
-            memory = []
-        self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts))
-        del memory
-        self.owners = Owners(self.layout, self.owners.rank_of)
-        self.grad_buffers = self._make_grad_buffers()
-        self.grad_buffers.continue_from(before, reduced)
-
-    def _follow_params(self, buffers: ParamBuffers) -> None:
-        self.param_buffers = buffers
-        self.param_gather.follow(buffers)
-
-    def save_over(self, collectives: Collectives) -> None:
-        """Gathers what is saved from now on over other collectives, since an exception left these unusable.
-
-        Reducer and gather keep theirs: nothing is trained any more.
+        Reducer and gather keep the old ones: there is no more training.
         """
         self.reducer.abort_unfinished()
         self.collectives = collectives
@@ -437,15 +405,15 @@ class Engine:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def on_backward_start(self) -> None:
-        """The outermost graph of a backward has begun."""
+        """Called when the outermost graph of a backward has begun."""
         self.reducer.on_backward_start()
 
     def on_backward_end(self) -> None:
-        """A graph has ended: gradients are reduced, or accumulate."""
+        """Called when a graph has ended: gradients are reduced, or accumulate."""
         self.move_to(self.reducer.on_backward_end())
 
     def drop_unfinished(self) -> None:
-        """Drops the gradients of backwards that raised, and the losses that they have counted."""
+        """Drops the gradients of backwards that raised, and the losses that were counted for them."""
         self.reducer.drop_unfinished()
         self.reducer.tokens.drop_arrived()
 
@@ -455,7 +423,7 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far of the optimizers that were made for this model."""
+        """The number of steps so far of all optimizers of this model."""
         return sum(holder.num_steps_begun for ref in self.shard_holders if (holder := ref()) is not None)
 
     def zero_grads(self, indices: Iterable[int], *, set_to_none: bool) -> None:
@@ -468,19 +436,19 @@ class Engine:
             self.grad_buffers.zero(indices)
 
     def owned_grad(self, index: int) -> Tensor | None:
-        """This rank's part of a reduce-scattered gradient, a view; None if all of it is other ranks'."""
+        """Returns this rank's part of a reduce-scattered gradient, as a view; None if it owns no part."""
         owned = self.layout.owned_range(index, self.collectives.rank)
         return None if owned is None else self.grad_buffers.reduced(self.layout.slots[index].bucket, *owned)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish_param_gather(self) -> None:
-        """Waits for the parameters that the last step left on their way."""
+        """Waits for the parameters whose gather is under way since the last step."""
         if self.param_buffers is not None:
             self.param_gather.finish()
 
     def emit(self, kind: EventKind, index: int) -> None:
-        """Tells the listener, if there is one."""
+        """Reports an event to the listener, if there is one."""
         if self._listener is not None:
             self._listener(Event(kind, index))
 
@@ -490,7 +458,7 @@ class Engine:
             raise_closed()
 
     def close(self, give_back: GiveBack) -> None:
-        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None.
+        """Restores a plain module: parameters own their memory, hooks are removed, ``.grad`` is None.
 
         ``give_back``: which optimizers; see plain_optimizer's [Note: what close() does to an optimizer].
         """
@@ -511,8 +479,11 @@ class Engine:
             self.release_groups()
 
     def _give_back(self, *, used: bool) -> None:
-        """Gives the optimizers back that all ranks have, if all ranks close this model; with ``used`` those that user
-        code of any rank refers to, without those of main params, which a file that is saved later has exactly."""
+        """Gives back the optimizers that exist on all ranks, if all ranks close this model.
+
+        With ``used`` only those to which user code of any rank refers, and none with state of main params, which a
+        later checkpoint saves exactly.
+        """
         holders = [ref() for ref in self.shard_holders]
         missing = [holder is None for holder in holders]
         wanted = [
@@ -531,7 +502,7 @@ class Engine:
                 holder.give_back()
 
     def release_groups(self) -> None:
-        """Ends threads and, after :meth:`close`, the groups of this engine's own, if no optimizer needs them."""
+        """Ends threads and, after :meth:`close`, the engine's own process groups, unless an optimizer needs them."""
         self._buffer_collectives.close()
         self.collectives.close()
         holders = [holder for ref in self.shard_holders if (holder := ref()) is not None]

@@ -1,19 +1,18 @@
-"""Everything that a layout cuts moves to another layout of the same parameters, in the midst of training.
+"""Moves a model that is being trained to another layout of the same parameters.
 
-[Note: a move]
-Shards are cut at the ends of buckets, so other buckets are other shards: what each rank keeps of every parameter (the
-optimizers' state, main params, reduced gradients) goes to its new owner, bit by bit as it is. Ranks first tell each
-other what they keep, and leave everything where it is if a rank keeps state that cannot be moved. Then the old layout's
-buckets are gathered one after the other, a tensor of each kind at a time, and each rank copies out what will be its
-own. When every rank has everything, each changes over by itself, so that a collective that fails leaves all of it in
-the old layout. Parameters are whole on every rank, and are copied.
+[Note: moving to another layout]
+Buckets are divided into shards, so other buckets have other shards: the optimizers' state, main params and reduced
+gradients move to new owners, unchanged to the bit. First all ranks exchange a description of their tensors, and nothing
+moves if any rank has state that cannot be moved. Then the buckets of the old layout are gathered one after the other, a
+tensor of each kind at a time, and each rank copies its new shards out of them. When every rank has all of its shards,
+each changes to the new layout by itself, so that after a failed collective all ranks are still in the old layout.
+Parameters are complete on every rank, and are copied.
 
-So a move takes, until it is over, one bucket, and this rank's shards a second time. The gradient buffer makes room for
-the parameters, while theirs is replaced by another of about its size: of what it holds after a reduce-scatter only this
-rank's shards mean anything, and those are gathered by then.
+A move needs memory for one bucket, and for this rank's shards a second time. While the parameters' buffer is replaced,
+parameters are in the memory of the gradient buffer: after a reduce-scatter only this rank's shards in it have a
+meaning, and these are gathered by then.
 
-With all-reduce nothing is cut. Gradients are whole and are copied, without any communication; for that moment there are
-two of each.
+With all-reduce there are no shards. Gradients are copied without communication, and exist twice for that time.
 """
 
 from __future__ import annotations
@@ -31,19 +30,22 @@ from .. import devices
 from ..buffers import GradBuffers, ParamBuffers
 from ..collectives import Collectives
 from ..events import EventKind
-from ..layout import BufferLayout
-from ..module import ModelParallel, captured_modules
-from ..sync import Reducer
+from ..layout import BufferLayout, Owners
+from ..module import LocalParts, ModelParallel, captured_modules
+from ..sync import ParamGather, Reducer
 from .shard_holder import Contents, PerElement, ShardHolder
 
 
 class Engine(Protocol):
-    """The parts of an engine that move, or move others; see :class:`~..engine.Engine`."""
+    """The members of :class:`~..engine.Engine` that a move uses."""
 
     layout: BufferLayout
     params: list[Parameter]
+    owners: Owners
     grad_buffers: GradBuffers
     param_buffers: ParamBuffers | None
+    param_gather: ParamGather
+    local_parts: LocalParts
     reducer: Reducer
     model_parallel: ModelParallel
     collectives: Collectives
@@ -58,27 +60,25 @@ class Engine(Protocol):
 
     def finish_param_gather(self) -> None: ...
 
-    def change_whole(self, layout: BufferLayout) -> None: ...
-
-    def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None: ...
+    def make_grad_buffers(self) -> GradBuffers: ...
 
     def emit(self, kind: EventKind, index: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _OnDevice:
-    """A tensor that belongs on the rank's device, on its way through host memory."""
+    """A tensor in host memory that belongs on the rank's device."""
 
     value: Tensor
 
 
 _GRADS = -1
-"""The number of the reduced gradients among what holds shards; optimizers count from 0."""
+"""The number of the reduced gradients among shard holders; optimizers are numbered from 0."""
 _GRAD = "grad"
 
 
 class _ReducedGrads(ShardHolder):
-    """The reduce-scattered gradients themselves."""
+    """Holds the reduce-scattered gradients."""
 
     def __init__(self, buffers: GradBuffers, rank: int, *, may_move: bool) -> None:
         self._buffers, self._rank, self._may_move = buffers, rank, may_move
@@ -99,65 +99,94 @@ class _ReducedGrads(ShardHolder):
         owned = layout.owned_range(param, self._rank)
         return None if owned is None else self._buffers.reduced(layout.slots[param].bucket, *owned)
 
-    def take(self, contents: Contents) -> None:
+    def adopt(self, contents: Contents) -> None:
         self.shards = {index: values[_GRAD] for index, values in contents.items()}
 
 
 def relayout(engine: Engine, layout: BufferLayout) -> bool:
     """Moves parameters, gradients and the shards of optimizers to another layout of the same parameters; see
-    [Note: a move].
+    [Note: moving to another layout].
 
-    Not while a backward runs, nor when gradients are accumulated that were not reduced. Collective with
-    reduce-scatter: all ranks pass the same layout.
+    Not to be called in a backward, or with accumulated gradients that are not reduced. Collective with reduce-scatter:
+    all ranks pass the same layout.
 
     Returns:
-        Whether it was done, on all ranks, tensor ranks among them, or on none: not where an optimizer may keep more
-        than state of tensors, nor where a rank has captured a module in a CUDA graph.
+        Whether everything has moved, on all ranks and tensor ranks, or nothing. Nothing moves if an optimizer may have
+        state outside of tensors, or a rank has captured a module in a CUDA graph.
 
     Raises:
-        CollectiveError: if a collective failed; this rank is then as it was.
+        CollectiveError: if a collective failed; this rank is then in the old layout.
     """
     present, grads = engine.layout, engine.grad_buffers
-    assert layout.params == present.params, "of the same parameters"
+    assert layout.params == present.params, "it has other parameters"
     assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
-    assert not engine.reducer.has_local_grads, "what is not reduced yet would be lost"
+    assert not engine.reducer.has_local_grads, "gradients that are not reduced would be lost"
     with torch.no_grad():
-        # nothing is cut: every rank has all of it, and changes over by itself
+        # Without shards every rank has everything, and moves by itself.
         if engine.param_buffers is None:
-            engine.change_whole(layout)
+            _change_whole(engine, layout)
         else:
-            # weights still on their way would be copied as they were before the step
+            # Weights that have not arrived yet would be copied with their values before the step.
             engine.finish_param_gather()
-            # what a user put in a parameter's place (``p.data = x``) or wrote into ``.grad`` is in no buffer yet
+            # A tensor that user code has assigned (``p.data = x``), or written into ``.grad``, is in no buffer yet.
             engine.param_buffers.recapture()
             grads.adopt_written_grads(range(len(engine.params)))
-            # a CUDA graph that was captured since the wrapping would go on to read the weights where they were
+            # A CUDA graph that was captured since the wrapping would read the weights at their old addresses.
             may_move = not captured_modules(engine.module, engine.params)
             reduced = _ReducedGrads(grads, engine.collectives.rank, may_move=may_move)
             optimizers = {number: holder for number, ref in enumerate(engine.shard_holders) if (holder := ref())}
             contents = _gather({_GRADS: reduced, **optimizers}, engine, layout)
             if not _on_all_tensor_ranks(contents is not None, engine) or contents is None:
                 return False
-            reduced.take(contents.pop(_GRADS))
-            # views of the old buffers would keep their memory while the new ones are made: two of each at once
+            reduced.adopt(contents.pop(_GRADS))
+            # Views of the old buffers would keep their memory while the new ones are allocated.
             for optimizer in optimizers.values():
                 optimizer.release()
-            engine.change_shards(layout, reduced.shards)
+            _change_shards(engine, layout, reduced.shards)
             for number, optimizer in optimizers.items():
-                optimizer.take(contents[number])
-    engine.reducer.follow(layout, engine.grad_buffers)
+                optimizer.adopt(contents[number])
+    engine.reducer.move_to(engine.grad_buffers)
     engine.emit(EventKind.LAYOUT_CHANGED, len(layout.buckets))
     return True
 
 
-def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLayout) -> dict[int, Contents] | None:
-    """Gathers what this rank will keep in ``layout``, by holder. Collective; changes nothing.
+def _change_whole(engine: Engine, layout: BufferLayout) -> None:
+    """Changes to ``layout`` where nothing is sharded: gradients are copied."""
+    before = engine.grad_buffers
+    engine.layout = layout
+    engine.grad_buffers = engine.make_grad_buffers()
+    engine.grad_buffers.keep_views_of(before)
 
-    Returns:
-        None, on all ranks, if there is something that cannot be moved.
+
+def _change_shards(engine: Engine, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
+    """Changes to ``layout``; ``reduced``: by parameter, this rank's part of the reduced gradient there, flat."""
+    before = engine.grad_buffers
+    memory = before.close_and_return_memory()
+    engine.layout = layout
+    # CUDA's allocator gives a freed block to a request of the same size. So weights wait in the gradients' memory until
+    # that of the old weights is free: new weights get it, and new gradients get that of the old gradients. If new
+    # weights stayed in the gradients' memory, the allocator would have to reserve one more block for gradients.
+    if ParamBuffers.can_hold(layout, memory):
+        _move_params(engine, memory)
+    memory = []
+    _move_params(engine, ())
+    engine.owners = Owners(layout, engine.owners.rank_of)
+    engine.grad_buffers = engine.make_grad_buffers()
+    engine.grad_buffers.continue_from(before, reduced)
+
+
+def _move_params(engine: Engine, memory: Sequence[Tensor]) -> None:
+    engine.param_buffers = ParamBuffers(engine.layout, engine.params, engine.device, engine.local_parts, memory)
+    engine.param_gather.set_buffers(engine.param_buffers)
+
+
+def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLayout) -> dict[int, Contents] | None:
+    """Returns this rank's contents in ``layout`` by holder; None, on all ranks, if something cannot be moved.
+
+    Collective, and changes nothing.
     """
     present, collectives, device = engine.layout, engine.collectives, engine.device
-    # ranks own different parameters, so none knows alone what there is; and all must decide alike whether to move
+    # Ranks own different parameters, and all must decide alike whether to move.
     described = {number: holder.describe() for number, holder in holders.items()}
     by_rank = collectives.all_gather_objects(_on_host(described, collectives))
     whole = _merge(by_rank)
@@ -176,11 +205,11 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
             kept = [
                 (name, value) for i in bucket.params for name, value in contents.get(i, {}).items() if _is_cut(value)
             ]
-            # one collective for each kind of tensor in the bucket, in the order of the merged description: the same on
-            # all ranks. Parameters may lack a kind (no step yet), or keep it in another dtype
+            # One collective for each kind of tensor in the bucket, in the order of the merged description, which is the
+            # same on all ranks. Parameters may lack a kind (no step yet), or have it in another dtype.
             for name, kind in dict.fromkeys(kept):
                 members = [i for i in bucket.params if contents.get(i, {}).get(name) == kind]
-                # one buffer for all buckets: those that come and go between the copies would leave holes in the heap
+                # One buffer for all buckets: with one per bucket, between the copies, the heap would be fragmented.
                 if kind.dtype not in scratch:
                     largest = max(other.numel for other in present.buckets)
                     scratch[kind.dtype] = torch.empty(largest, dtype=kind.dtype, device=device)
@@ -192,14 +221,14 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
                     if index in own[number]:
                         part = _cut(flat, index, bucket.start, present, layout, collectives.rank)
                         own[number][index][name] = holders[number].copy_of(name, part)
-    # no rank changes over before all ranks can
+    # No rank changes to the new layout before all ranks can.
     collectives.max_of_bytes([0])
     return own
 
 
 def _all_gather(flat: Tensor, engine: Engine) -> None:
     engine.shard_collectives.all_gather(flat).wait()
-    if engine.layout.offloads_state:  # parts of it are copied to the host next
+    if engine.layout.offloads_state:  # its parts are copied to the host next
         engine.collectives.wait_for_device(engine.device, "all-gather")
 
 
@@ -212,7 +241,7 @@ def _on_all_tensor_ranks(can_move: bool, engine: Engine) -> bool:
 def _fill(
     flat: Tensor, holder: ShardHolder, name: str, param: int, first: int, present: BufferLayout, rank: int
 ) -> None:
-    """Puts what ``rank`` has of a parameter into a bucket of ``present`` that begins at ``first``."""
+    """Copies the part that ``rank`` has of a parameter into a bucket of ``present`` that begins at ``first``."""
     owned = present.owned_range(param, rank)
     part = holder.part(param, name) if owned is not None else None
     if owned is not None and part is not None:
@@ -220,8 +249,7 @@ def _fill(
 
 
 def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: BufferLayout, rank: int) -> Tensor:
-    """The part of a parameter that ``rank`` owns in ``layout``, as a view of a bucket of ``present`` that begins at
-    ``first``."""
+    """Returns the part that ``rank`` owns in ``layout``, a view of a bucket of ``present`` that begins at ``first``."""
     owned = layout.owned_range(param, rank)
     assert owned is not None
     shift = present.slots[param].start - first - layout.slots[param].start
@@ -229,7 +257,7 @@ def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: Bu
 
 
 def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Contents] | None:
-    """Joins what the ranks keep; None if they disagree, or one keeps something that cannot be moved."""
+    """Joins the ranks' descriptions; None if they differ, or a rank has something that cannot be moved."""
     merged: dict[int, Contents] = {}
     for number in by_rank[0]:
         merged[number] = {}
@@ -238,13 +266,13 @@ def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Conten
             if contents is None:
                 return None
             for index, values in contents.items():
-                # of what is cut every owner of a part has to say the same; of a whole value the lowest rank's is taken
+                # All owners must have the same kinds of sharded tensors; of other values the lowest rank's is used.
                 known = merged[number].setdefault(index, dict(values))
                 for name, value in values.items():
                     if (_is_cut(value) or _is_cut(known.get(name))) and known.get(name, value) != value:
                         return None
                     known.setdefault(name, value)
-    has_grad = [set(described[_GRADS] or ()) for described in by_rank]  # a user may write gradients on one rank alone
+    has_grad = [set(described[_GRADS] or ()) for described in by_rank]  # user code may write gradients on one rank only
     same_holders = all(described.keys() == by_rank[0].keys() for described in by_rank)
     return merged if same_holders and has_grad.count(has_grad[0]) == len(has_grad) else None
 
@@ -261,7 +289,7 @@ def _on_host(described: Mapping[int, Contents | None], collectives: Collectives)
 
     kept = (values for contents in described.values() if contents for values in contents.values())
     if device := next((value.device for values in kept for value in values.values() if _is_on_device(value)), None):
-        # behind gathers that were waited for on the stream alone
+        # Gathers before were waited for on the stream only.
         collectives.wait_for_device(device, "all-gather")
     return {
         number: contents
@@ -275,5 +303,5 @@ def _is_on_device(value: Any) -> TypeGuard[Tensor]:
 
 
 def _from_host(value: Any, device: torch.device) -> Any:
-    """A tensor of the rank's own for a value that came from another; what is cut keeps its place until it is there."""
+    """Returns a value of another rank for this one, with tensors on its device. A PerElement stays as it is."""
     return value.value.to(device) if isinstance(value, _OnDevice) else value

@@ -1,4 +1,4 @@
-"""Whole gradients and their norms, where a rank has shards of them; collective there."""
+"""Gathers full gradients, and the norm of each; collective where gradients are sharded."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def full_grad(engine: Engine, param: Parameter) -> Tensor | None:
     in_first_instance = engine.collectives.rank < engine.layout.num_shards  # others own the same
     if owned is not None and own_grad is not None and in_first_instance:
         full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
-    engine.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
+    engine.collectives.all_reduce(full, 1.0).wait()  # every element is zero on all ranks but its owner
     return engine.local_parts.as_grad(param, full.as_strided(spec.shape, spec.stride))
 
 
 def _with_pending(engine: Engine, param: Parameter, stand_in: ReducedGrad) -> Tensor | None:
-    """The reduced gradient, and what a backward that was not prepared has added to it on this rank."""
+    """Returns the reduced gradient plus the gradient of a backward on this rank that was not prepared."""
     pending = stand_in.take_pending()
     try:
         full = full_grad(engine, param)
@@ -50,7 +50,7 @@ def _with_pending(engine: Engine, param: Parameter, stand_in: ReducedGrad) -> Te
 def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     """See :meth:`DistributedDataParallel.grad_norms <megastrategy.DistributedDataParallel.grad_norms>`."""
     grads, every = engine.grad_buffers, range(len(engine.params))
-    is_scattered = any(map(grads.is_sharded, every))  # on all ranks alike
+    is_scattered = any(map(grads.is_sharded, every))  # the same on all ranks
     sharded = [i for i in every if grads.is_sharded(i) and not engine.reducer.is_local(i)]
     grads.adopt_written_grads(sharded)
     norms = zero_norms(len(engine.params), engine.device)

@@ -1,4 +1,4 @@
-"""The user's module as the engine sees it: parameters, hooks, parts on other ranks."""
+"""The user's module: its parameters, their hooks, and the ranks that share it."""
 
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks, is_wrapped
@@ -28,7 +28,7 @@ from .module_watch import ModuleWatch
 from .nested_wrappers import check_not_a_stage, check_not_inside_torch_ddp
 from .replicas import check_replicas
 from .staged_module import StagedModule, find_groups, names_elsewhere
-from .wrapped_again import take_over
+from .wrapped_again import close_other_engines
 
 __all__ = [
     "CutParam",
@@ -52,6 +52,7 @@ __all__ = [
     "check_not_a_stage",
     "check_not_inside_torch_ddp",
     "check_replicas",
+    "close_other_engines",
     "collect_garbage",
     "common_device",
     "cut_state",
@@ -68,5 +69,4 @@ __all__ = [
     "option_rows",
     "param_spec",
     "replace_meta",
-    "take_over",
 ]

@@ -1,10 +1,10 @@
-"""Compares the first batch, and the random states, of the ranks that share a model's parts.
+"""Compares the first batch, and the random states, of ranks that share one model.
 
 [Note: one batch for a tensor group]
-The ranks of a tensor group compute one model, each a part of it. Given different batches they train on an unwanted
-mixture, and nothing fails: shapes fit, the loss goes down. Dropout on whole activations is such an input too,
-which each rank draws for itself. Both are looked at once, in the first forward that trains: a sampler that goes by the
-wrong rank, or a seed that differs, does so from the first batch on.
+The ranks of a tensor group compute one model together. With different batches they train on a mixture, and nothing
+fails: shapes fit, and the loss goes down. The masks of a dropout on full activations, which each rank draws by itself,
+are such an input too. Both are compared once, in the first forward that trains: a sampler that uses the wrong rank, or
+a seed that differs, shows from the first batch on.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from ..errors import BatchMismatchError
 def check_first_batch(
     args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Collectives, device: torch.device, *, of_stages: bool = False
 ) -> None:
-    """Compares a forward's arguments and the random states of ``ranks``, a tensor group, or with ``of_stages`` the
-    arguments alone. Collective.
+    """Compares a forward's arguments on ``ranks``, and their random states unless they are stages. Collective.
 
-    Warns, on the first of them, if their random states differ.
+    Different random states are a warning on the first rank.
 
     Raises:
-        BatchMismatchError: on all of them, with the path of the first tensor that differs.
+        BatchMismatchError: on all ranks, with the path of the first tensor that differs.
     """
     one, kind = ("stages", "stage") if of_stages else ("a tensor group", "tensor rank")
     named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
@@ -63,7 +62,7 @@ def check_first_batch(
 
 
 def _fingerprint(tensor: Tensor) -> tuple[str, str]:
-    """Describes a tensor in words, and its elements by a digest."""
+    """Returns a tensor's dtype and shape as text, and a digest of its elements."""
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     return kind, digest_of(tensor)
 
@@ -83,7 +82,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    # A DTensor says itself which part of it lies where; sparse and quantised ones have no elements in rows.
+    # A DTensor's placements say which part is where; sparse and quantised tensors have no strided elements.
     if isinstance(value, Tensor):
         if type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
             yield path, value

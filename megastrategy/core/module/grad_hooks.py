@@ -1,10 +1,10 @@
-"""The hooks that tell a reducer which gradients have been accumulated.
+"""Hooks that report accumulated gradients to a reducer.
 
-[Note: last among the hooks]
-torch runs the hooks of a parameter in the order in which they were registered. The last gradient of a bucket sends it,
-so that a hook of the user's that came later would find a gradient that is gone, or None, and many then do nothing.
-Under torch DDP, whose hook is of another kind, it sees this rank's gradient and may change it. So ours go to the end
-again when others have come.
+[Note: why gradient hooks run last]
+torch runs the hooks of a parameter in the order of their registration. The hook for the last gradient of a bucket sends
+the bucket, so a user's hook that was registered later would find ``.grad`` gone, or None. Under torch DDP, whose hook
+is of another kind, a user's hook sees this rank's gradient and may change it. So these hooks move to the end again
+when others were registered.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 
-class CountsGrads(Protocol):
-    """A reducer."""
+class GradListener(Protocol):
+    """The method of a reducer that hooks call."""
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
-        """The gradient of the parameter with this index has been accumulated."""
+        """Called when the gradient of the parameter with this index has been accumulated."""
 
 
 class GradHook:
-    """A parameter's hook. Its reference is weak, or a model that is never closed would never be freed."""
+    """A parameter's hook, with a weak reference, so that a model that is never closed is freed."""
 
-    def __init__(self, reducer: CountsGrads, index: int) -> None:
+    def __init__(self, reducer: GradListener, index: int) -> None:
         self.reducer, self._index = weakref.ref(reducer), index
 
     def __call__(self, param: Tensor) -> None:
@@ -38,16 +38,16 @@ class GradHook:
 
 
 class GradHooks:
-    """The hooks of one reducer, one a parameter; see [Note: last among the hooks]."""
+    """The hooks of one reducer, one per parameter; see [Note: why gradient hooks run last]."""
 
-    def __init__(self, reducer: CountsGrads) -> None:
+    def __init__(self, reducer: GradListener) -> None:
         self._reducer = weakref.ref(reducer)  # which has this object
         self._handles: list[RemovableHandle] = []
         self._hooks_of: list[dict[int, Any]] = []  # by parameter, torch's dictionary of all its hooks
         self._num_hooks = 0
 
     def extend(self, params: Sequence[Parameter]) -> None:
-        """Watches more parameters, whose numbers follow those known so far."""
+        """Registers hooks for more parameters, numbered on from the present ones."""
         reducer = self._reducer()
         assert reducer is not None, "it calls this"
         for index, param in enumerate(params, len(self._handles)):
@@ -57,37 +57,37 @@ class GradHooks:
             self._hooks_of.append(hooks)
         self._num_hooks = sum(map(len, self._hooks_of))
 
-    def stay_last(self) -> None:
-        """Goes behind the hooks that were registered since; cheap where there are none."""
-        # Counted, since this comes before every forward, for thousands of parameters.
+    def move_to_end(self) -> None:
+        """Moves behind the hooks that were registered since."""
+        # A count is cheap enough before every forward, for thousands of parameters.
         if (num_hooks := sum(map(len, self._hooks_of))) == self._num_hooks:
             return
         self._num_hooks = num_hooks
         for handle, hooks in zip(self._handles, self._hooks_of, strict=True):
-            # Taken out and put in: torch walks the plain dictionary, which move_to_end leaves as it is.
+            # Removed and inserted: torch iterates over the plain dictionary, which move_to_end does not change.
             if next(reversed(hooks), None) != handle.id and handle.id in hooks:
                 hooks[handle.id] = hooks.pop(handle.id)
 
     @staticmethod
-    def revive(params: Sequence[Parameter]) -> None:
-        """Tells autograd of all hooks of these parameters again, others' too, of which it has forgotten."""
+    def restore(params: Sequence[Parameter]) -> None:
+        """Registers all hooks of these parameters with autograd again, which has lost them after a swap of tensors."""
         for param in params:
             param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
 
     def remove(self) -> None:
-        """Tells the reducer of nothing more."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._hooks_of, self._num_hooks = [], [], 0
 
 
 def reducers_of(param: Parameter) -> list[Any]:
-    """The reducers, alive and not closed, that count the gradient of this parameter: at most one."""
+    """Returns the reducer, if it is alive and not closed, whose hook the parameter has: at most one."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     found = [hook.reducer() for hook in hooks if isinstance(hook, GradHook)]
     return [reducer for reducer in found if reducer is not None]
 
 
 def is_wrapped(param: Parameter) -> bool:
-    """Whether a wrapped model counts the gradient of this parameter."""
+    """Whether the parameter belongs to a wrapped model."""
     return bool(reducers_of(param))

@@ -1,12 +1,12 @@
-"""Lets torch.compile split a model's graph where buckets end, as it does under torch DDP.
+"""Makes torch.compile split a model's graph near the ends of buckets, as it does under torch DDP.
 
 [Note: reductions under compiled backwards]
-A compiled graph is one node for autograd: all its gradients come at its end, when there is no backward left to hide
-their reduction under. So torch splits what it compiles for its own DDP into graphs of about a bucket of parameters each
-(``torch._dynamo.backends.distributed.DDPOptimizer``). It asks a class attribute of torch DDP whose forward is under way
-when it compiles a frame, and reads one attribute of that object: how many bytes a bucket has. Whether the wrapper, the
-module or a function that calls it was compiled makes no difference, as long as the frame is compiled inside the
-wrapper's forward. Pieces end near the ends of buckets, not at them: torch counts parameters in the order of their use.
+A compiled graph is one node for autograd: all its gradients arrive at its end, when no backward is left under which
+their reduction could run. So torch splits graphs for its own DDP into graphs of about a bucket of parameters each
+(``torch._dynamo.backends.distributed.DDPOptimizer``). When it compiles a frame, it reads a class attribute of torch DDP
+for the object whose forward is running, and one attribute of that object: the bytes of a bucket. It makes no difference
+whether the wrapper, the module or a function that calls it was compiled, as long as the frame is compiled inside the
+wrapper's forward. Graphs end near the ends of buckets, not at them: torch counts parameters in the order of their use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..layout import BufferLayout
 
 
 class GraphSplits:
-    """In the place of torch's DDP while one forward runs whose graph shall be split; made anew for each."""
+    """Takes the place of torch's DDP while one forward runs whose graph is to be split."""
 
     def __init__(self, layout: BufferLayout) -> None:
         self._layout = layout
@@ -32,18 +32,18 @@ class GraphSplits:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The bytes of parameters that end a piece of the graph, under torch's name for it."""
+        """The bytes of parameters after which a graph ends, under torch's name."""
         buckets, buffers = self._layout.buckets, self._layout.buffers
-        # The middle one: the first are smaller on purpose, and one that holds an embedding may be many times larger.
+        # The median: the first buckets are smaller on purpose, and the one of an embedding may be many times larger.
         usual = statistics.median_high(bucket.numel * buffers[bucket.buffer].dtype.itemsize for bucket in buckets)
-        # torch's first piece has a size of its own, and torch asserts that the others are no smaller.
+        # torch's first graph has a size of its own, and torch asserts that the others are no smaller.
         return max(usual, _DEFAULT_FIRST_BUCKET_BYTES)
 
     @_disable_dynamo
     def end(self) -> None:
-        """The forward has ended, be it in an exception."""
-        # The attribute is the process's. Where ranks are threads it may be another rank's by now, which stays; and
-        # what was there before may have ended meanwhile.
+        """Ends the replacement, after the forward or an exception in it."""
+        # The attribute belongs to the process. If ranks are threads, another rank may have set it since, and the
+        # previous value may have ended.
         self._is_over = True
         active: Any = TorchDDP._active_ddp_module
         while isinstance(active, GraphSplits) and active._is_over:

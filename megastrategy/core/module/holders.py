@@ -1,4 +1,4 @@
-"""Finds what keeps an object alive: user code, or garbage that is not collected yet."""
+"""Finds the references that keep an object alive: those of user code, or garbage that is not collected yet."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OWN = __name__.partition(".")[0]
 
 
 class _Probe:
-    """Garbage once it is dropped, since it refers to itself."""
+    """An object that is garbage once it is dropped, since it refers to itself."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def collect_garbage() -> None:
-    """Collects what is garbage now. ``gc.collect()`` alone returns at once while another thread collects."""
+    """Collects all present garbage. ``gc.collect()`` returns at once while another thread collects."""
     probe = weakref.ref(_Probe())
     gc.collect()
     while probe() is not None:
@@ -33,7 +33,7 @@ def collect_garbage() -> None:
 
 
 def is_used_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether user code refers to an optimizer that is in one of ours. A scheduler does not count."""
+    """Whether user code refers to an optimizer that a DistributedOptimizer contains. Schedulers do not count."""
     return any(
         not isinstance(holder, LRScheduler) and type(holder).__module__.partition(".")[0] != _OWN
         for holder in _holders_of(optimizer)
@@ -41,13 +41,13 @@ def is_used_elsewhere(optimizer: Optimizer) -> bool:
 
 
 def _holders_of(wanted: object) -> Iterator[Any]:
-    """The code of user functions that run and have it in a variable, and objects and containers that refer to it."""
+    """Yields code objects of running user functions with the object in a variable, and objects that refer to it."""
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
         while frame is not None:
             is_own = frame.f_globals.get("__name__", "").partition(".")[0] == _OWN
             if not is_own and frame.f_locals is not frame.f_globals:
-                for value in frame.f_locals.values():  # a comprehension would make a cell, which refers to it, too
+                for value in frame.f_locals.values():  # a comprehension would create a cell that refers to it
                     if value is wanted:
                         yield frame.f_code
             frame = frame.f_back
@@ -59,7 +59,7 @@ def _holders_of(wanted: object) -> Iterator[Any]:
 
 
 def _owner_of(attributes: dict[Any, Any]) -> Any:
-    """The object whose attributes a dictionary is; or the dictionary."""
+    """Returns the object whose ``__dict__`` this is, or the dictionary itself."""
     for owner in gc.get_referrers(attributes):
         if getattr(owner, "__dict__", None) is attributes:
             return owner

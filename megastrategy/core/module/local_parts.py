@@ -1,20 +1,17 @@
-"""Finds the memory in which this rank has a parameter: the parameter's own, but for a tensor-parallel one.
+"""Finds the memory in which this rank has a parameter: the parameter itself, or its part of a tensor-parallel one.
 
-[Note: parts of parameters]
-The engine knows memory, not meaning: layout, buckets, reductions and shards are of what lies on this rank. Of a
-parameter that torch's ``parallelize_module`` has cut that is its local tensor, so each tensor rank has a layout of its
-own parts, over its own data-parallel ranks. ``param.grad`` stays what its owner expects, a DTensor around a view of the
-buffer, and autograd adds into that in place. Three things look over the border: norms, "is any gradient not finite?"
-and checkpoints. They ask the data-parallel ranks first, the tensor ranks next and the stages last, in the order of the
-ranks, so that every rank of all gets the same bits.
+[Note: the local part of a parameter]
+Layout, buckets, reductions and shards describe memory on this rank. For a parameter that torch's
+``parallelize_module`` has cut this is its local tensor, so each tensor rank lays out its own parts, over its own
+data-parallel ranks. ``param.grad`` stays a DTensor, around a view of the buffer, and autograd adds into that in place.
 
 [Note: one layout on all tensor ranks]
-Where a dimension does not divide, tensor ranks have parts of different sizes (a vocabulary of 50,257 on two ranks), and
-layouts that followed those would put a replicated parameter's elements at other places, before other borders of
-shards. A ring adds the gradients of three or more ranks in an order that depends on the owner, so replicas would get
-other last bits, step by step, and part in silence. Each parameter has room for the largest of its parts therefore, and
-all tensor ranks have one layout: places, buckets, owners, and the blocks in which ``grad_wire_dtype`` rounds. The order
-of buckets that a backward shows is agreed on over the tensor ranks, too.
+If a dimension does not divide, tensor ranks have parts of different sizes (a vocabulary of 50,257 on two ranks).
+Layouts by these sizes would put the elements of a replicated parameter at different offsets, in shards of different
+owners. A ring adds the gradients of three or more ranks in an order that depends on the owner, so replicas would get
+different last bits and drift apart without an error. Therefore each parameter reserves the size of its largest part,
+and all tensor ranks have one layout: offsets, buckets, owners, and the blocks in which ``grad_wire_dtype`` rounds. They
+also agree on the order of buckets that a backward shows.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from torch.nn import Parameter
 
 @dataclasses.dataclass(frozen=True)
 class CutParam:
-    """A parameter of which each tensor rank has a part.
+    """A parameter that is cut over the tensor ranks.
 
     Attributes:
-        shape: of the whole.
-        dim: along which it is cut.
+        shape: of the full parameter.
+        dim: the dimension that is cut.
         part: this rank's elements ``[start, end)`` of that dimension.
     """
 
@@ -49,7 +46,7 @@ class CutParam:
         return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
 
     def cut(self, value: Any) -> Any:
-        """This rank's part of a value that has the whole shape, a view; others are whole on every rank."""
+        """Returns this rank's part of a value of the full shape, as a view; other values as they are."""
         if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
             start, end = self.part
             return value.narrow(self.dim, start, end - start)
@@ -57,8 +54,10 @@ class CutParam:
 
 
 def cut_of(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """The elements ``[start, end)`` of a dimension that DTensor's ``Shard`` gives a rank: equal parts, rounded up, as
-    far as they go."""
+    """Returns the elements ``[start, end)`` of a dimension that DTensor's ``Shard`` puts on a rank.
+
+    Parts are equal, rounded up; the last ranks may have fewer elements, or none.
+    """
     part = -(-numel // size)
     start = min(rank * part, numel)
     return start, min(start + part, numel)
@@ -128,22 +127,21 @@ class LocalParts:
 
 
 def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]:
-    """The parameters that are DTensors, by name; none if the class is not imported.
-
-    ``each_name``: a tied one under each of its names.
-    """
-    # Importing it here would cost every user; a class that is not imported has no instances.
+    """Returns the parameters that are DTensors by name; with ``each_name`` a tied one under each of its names."""
+    # Importing the class takes time in every process; without an import there are no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if not kind:
         return {}
-    # The class's own walk: an override of the module's may have another signature, or hide some.
+    # Not the module's method: an override may have a different signature, or hide parameters.
     named = nn.Module.named_parameters(module, remove_duplicate=not each_name)
     return {name: param for name, param in named if isinstance(param, kind)}
 
 
 def cut_like(param: Any, whole: Tensor) -> Tensor:
-    """A whole tensor as a DTensor that is cut as ``param`` is, a DTensor of one mesh dimension: a view of this rank's
-    part. No rank asks another."""
+    """Returns a full tensor as a DTensor that is cut as ``param`` is, around a view of this rank's part. Sends nothing.
+
+    ``param``: a DTensor of one mesh dimension.
+    """
     [placement], part = param.placements, whole
     if not placement.is_replicate():
         dim = placement.dim % param.dim()
@@ -156,8 +154,10 @@ def cut_like(param: Any, whole: Tensor) -> Tensor:
 
 
 def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole tensors as ``module`` takes it: of parameters that are cut this rank's parts, views. What is a
-    DTensor already is left as it is, and so is one of another shape, which torch tells of with its name."""
+    """Returns a state of full tensors with this rank's parts, as views, of the parameters that are cut in ``module``.
+
+    DTensors stay as they are, and so do tensors of a different shape, for which torch raises an error with the name.
+    """
     cut = dict(state)
     for name, param in dtensors_of(module, each_name=True).items():
         value = state.get(name)
@@ -167,6 +167,6 @@ def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty_like_part(param: Any, dtype: torch.dtype) -> Tensor:
-    """A DTensor that is cut as ``param`` is, with memory for this rank's part alone, on the host."""
-    # Not by from_local(), which moves its tensor to the mesh's device: all weights would be there twice.
+    """Returns a DTensor that is cut as ``param`` is, with host memory for this rank's part only."""
+    # from_local() would move its tensor to the mesh's device, and all weights would be there twice.
     return torch.empty_like(param.detach(), dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Modules that were made on meta get memory."""
+"""Allocates memory for modules on the meta device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.nn import Parameter
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[str]:
-    """Gives what is on meta memory on ``device``, and the values that ``reset_parameters`` of its modules chooses.
+    """Allocates parameters and buffers on meta on ``device``, and calls ``reset_parameters`` of their modules.
 
-    Returns:
-        The modules, by name and class, that have no ``reset_parameters``, so that their values are anything.
+    Returns the names and classes of modules without ``reset_parameters``, whose values are not initialised.
     """
     without = []
     for name, child in replace_meta(module, lambda tensor: torch.empty_like(tensor, device=device)).items():
@@ -25,15 +24,12 @@ def materialise(module: nn.Module, device: torch.device) -> list[str]:
 
 
 def replace_meta(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[str, nn.Module]:
-    """Puts what ``make`` returns in the place of each parameter and buffer on meta.
+    """Replaces each parameter and buffer on meta by the tensor that ``make`` returns for it.
 
-    What has memory already keeps it, and its values. A parameter of several modules stays one. torch's ``to_empty``
-    would leave neither as it was.
-
-    Returns:
-        The modules that had some themselves, by name.
+    Other tensors keep their memory and values, and a parameter of several modules stays one. torch's ``to_empty`` keeps
+    neither. Returns the modules with replaced tensors of their own, by name.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what it was made of, whose id is its own that long
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the replaced tensor, which keeps the id unique
 
     def real(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:

@@ -1,14 +1,14 @@
-"""Groups of ranks that share one model, over and above the data-parallel ranks of each.
+"""The groups of ranks that share one model, beside the data-parallel ranks.
 
-Two questions are kept apart. *Where on this rank is a parameter's memory?* is for :class:`~.local_parts.LocalParts`.
-*Which other ranks have the same elements of it, or other parameters of the model?* is for the groups here.
+:class:`~.local_parts.LocalParts` says where on this rank a parameter's memory is. The groups here say which other ranks
+have the same elements of it, or other parameters of the model.
 
 [Note: groups of one model]
-Each group of ranks is one :class:`ModelGroup`: tensor ranks, which have parts of the same parameters and one layout,
-and stages, which have other parameters and layouts of their own. Every rank has its own data-parallel ranks, over which
-its gradients are reduced. Only three things are joined over the groups: norms, "is any gradient not finite?" and
-checkpoints. They are joined over the data-parallel ranks first, then over the groups in the order of
-:attr:`ModelParallel.groups`, and in each in the order of its ranks, so that every rank gets the same bits.
+Each kind of group is one :class:`ModelGroup`: tensor ranks, which have parts of the same parameters and one layout, or
+stages, which have other parameters and layouts of their own. Each rank reduces gradients over its own data-parallel
+ranks. Only norms, "is any gradient not finite?" and checkpoints are joined over the groups as well: over the
+data-parallel ranks first, then over the groups in the order of :attr:`ModelParallel.groups`, and in each group in the
+order of its ranks. So every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .first_batch import check_first_batch
 
 
 class NamedOptimizer(Protocol):
-    """A sharded optimizer, as the groups see it that join its state."""
+    """The members of a sharded optimizer that a :class:`GroupState` uses."""
 
     inner: torch.optim.Optimizer
 
@@ -68,7 +68,7 @@ class GroupState(ABC):
 
 
 class ModelGroup:
-    """One group of ranks that share the model. The methods here suit a group in which nothing has to be done.
+    """One group of ranks that share the model. Methods of this class are for a group in which nothing has to be done.
 
     Attributes:
         rank_name: what error messages call a rank of the group.
@@ -177,7 +177,7 @@ class ModelParallel:
 
     @property
     def states(self) -> list[GroupState]:
-        """The parts that join saved state, of groups whose ranks have different parameters of the model."""
+        """The :class:`GroupState` of each group whose ranks have other parameters of the model."""
         return [group.state for group in self.groups if group.state is not None]
 
     @property

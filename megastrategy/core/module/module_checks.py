@@ -1,4 +1,4 @@
-"""Makes the layout's parameters from a module, and refuses what cannot be laid out before anything moves."""
+"""Describes a module's parameters to the layout, and raises errors for those that cannot be laid out."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ from .module_params import IGNORED, named_buffers, named_params
 
 
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:
-    """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of this engine that is not closed.
-
-    Args:
-        own: the class of this engine's wrappers.
-    """
+    """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of class ``own`` that is not closed."""
     for name, child in module.named_modules():
         if isinstance(child, own) and not getattr(child, "is_closed", True):
             raise ValueError(
                 f"{f'the submodule {name!r}' if name else 'the module'} is wrapped already, and one wrapper reduces a "
                 "parameter: put the module that it wraps (its .module) in its place"
             )
-        # A prepared model of Accelerate's is an instance of both classes, and reduces nothing of torch's.
+        # A model that Accelerate has prepared is an instance of both classes, and torch's reducer is not in it.
         if isinstance(child, TorchDDP) and not isinstance(child, own):
             what = f"the submodule {name!r}" if name else "the module"
             raise ValueError(
@@ -50,8 +46,10 @@ experts, which differ between ranks. DeepSpeed reads ``not param.allreduce``, so
 
 
 def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
-    """Raises ValueError for a parameter that is marked as an expert's, and is no DTensor: rank 0's would replace it on
-    all ranks, and gradients of different experts would be averaged."""
+    """Raises ValueError for a parameter that is marked as an expert's and is no DTensor.
+
+    Rank 0's would replace it on all ranks, and gradients of different experts would be averaged.
+    """
     for name, param in named.items():
         given = {mark: getattr(param, mark, None) for mark in _MARKS_OF_EXPERTS}
         found = [
@@ -79,18 +77,20 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
 def check_memory_is_own(
     module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
 ) -> None:
-    """Raises ValueError for one of ``params`` that would move into a buffer while other parameters, buffers or a CUDA
-    graph use its memory too; ``all_reduce_option`` is then the way out."""
+    """Raises ValueError if one of ``params`` moves into a buffer, and other tensors or a CUDA graph use its memory.
+
+    ``all_reduce_option`` is the remedy in the message.
+    """
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, whole in (*named_params(module).items(), *named_buffers(module).items()):
         tensor = parts.local_view(whole)
         if tensor.numel() > 0 and tensor.layout == torch.strided:
-            # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
+            # The last element by strides: an expanded tensor has less memory than elements.
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, id(whole) in joining))
-    # Parameters stay where they are, so memory that is shared stays shared.
+    # Without shards parameters do not move, and shared memory stays shared.
     if not sharded:
         return
     if captured := captured_modules(module, params):
@@ -100,11 +100,11 @@ def check_memory_is_own(
             "addresses, and they move into a buffer. Wrap first, and capture after the first optimizer step (with "
             f"overlap_grad_reduce=False: at any time), or pass {all_reduce_option}"
         )
-    furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
+    furthest: dict[bool, tuple[int, str]] = {}  # where memory of tensors that move, and that stay, ends
     # Sorted by address, one pass: comparing every pair would take seconds for thousands of parameters.
     for start, end, name, moves in sorted(spans):
         for other_moves, (reach, other) in furthest.items():
-            # Two that both stay may share; two that both move, or one of them, would part.
+            # Two tensors that stay may share memory; if either moves, they would be separated.
             if start < reach and (moves or other_moves):
                 raise ValueError(
                     f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
@@ -115,15 +115,15 @@ def check_memory_is_own(
 
 
 def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str]:
-    """Names the submodules with any of ``params`` whose forward ``torch.cuda.make_graphed_callables`` has replaced.
+    """Returns the names of submodules with any of ``params`` that ``torch.cuda.make_graphed_callables`` has captured.
 
-    Transformer Engine's function of that name is seen too. Graphs that user code captured by hand leave no trace.
+    Transformer Engine's function of that name is found too. A graph that user code captures itself leaves no trace.
     """
     wanted = {id(param) for param in params}
     return [
         name
         for name, child in module.named_modules()
-        # It leaves a closure on the instance, and no other mark.
+        # Its only trace is a closure on the instance.
         if ".make_graphed_forward." in getattr(vars(child).get("forward"), "__qualname__", "")
         and any(id(param) in wanted for param in child.parameters())
     ]
@@ -132,25 +132,29 @@ def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str
 def param_spec(
     name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
 ) -> ParamSpec:
-    """Describes a parameter, or this rank's part of it, to the layout."""
+    """Returns the layout's description of a parameter, or of this rank's part of it."""
     grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT_DTYPES and config.grad_reduce_in_fp32 else part.dtype
     stride = dense_stride(part.shape, part.stride())
     return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
 
 
 def common_device(named: Mapping[str, Parameter]) -> torch.device:
-    """The device of all these parameters; the CPU if there is none. Raises ValueError where they cannot be laid out."""
+    """Returns the device of all these parameters, the CPU if there are none.
+
+    Raises:
+        ValueError: if they are on several devices, on meta, or not initialised.
+    """
     device: torch.device | None = None
     first = ""
     for name, param in named.items():
-        # Without a shape it has no place, and on meta it has no memory that could move there.
+        # Without a shape it has no offset, and on meta it has no memory to move.
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
         if param.device.type == "meta":
             raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
         if device is None:
             device, first = param.device, name
-        # A buffer is one stretch of memory, and a group's collectives are of one device.
+        # A buffer is one allocation, and a group's collectives run on one device.
         if param.device != device:
             raise ValueError(
                 f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "
@@ -162,7 +166,7 @@ def common_device(named: Mapping[str, Parameter]) -> torch.device:
 def agree_on_layout(
     layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives
 ) -> BufferLayout:
-    """Returns the layout, or the one without chunks of weights where only some ranks have those. Collective.
+    """Returns the layout; one without chunks of weights if only some ranks have chunks. Collective.
 
     Raises:
         LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
@@ -170,7 +174,7 @@ def agree_on_layout(
     description = {**layout.describe(), "option (name, value)": option_rows(config)}
     if (descriptions := descriptions_if_different(description, collectives)) is None:
         return layout
-    # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
+    # Chunks depend on the addresses of weights: a rank that has loaded each into memory of its own has no chunks.
     if any(theirs[CHUNKS_HEADING] != description[CHUNKS_HEADING] for theirs in descriptions):
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
@@ -178,8 +182,10 @@ def agree_on_layout(
 
 
 def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:
-    """Raises LayoutMismatchError, on all ranks, if any of the parameters that are not broadcast, and would be sharded,
-    differs between ranks. Collective if there are any."""
+    """Raises LayoutMismatchError, on all ranks, if a parameter that is sharded and not broadcast differs between ranks.
+
+    Collective if there are any such parameters.
+    """
     sent = {id(param) for param in broadcast}
     left = [(name, param) for name, param in named.items() if id(param) not in sent and param.requires_grad]
     rows = [[name, digest_of(param)] for name, param in left]
@@ -189,5 +195,5 @@ def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Paramete
 
 
 def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:
-    """The options as ranks compare them."""
+    """Returns the names and values of all options, for the comparison between ranks."""
     return [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]

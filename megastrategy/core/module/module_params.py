@@ -1,11 +1,11 @@
 """The parameters and buffers of a module that torch DDP would reduce and broadcast.
 
-[Note: what torch DDP calls a parameter]
-torch DDP asks each module of ``named_modules()`` for its own parameters. So an overridden ``named_parameters()`` of the
-whole module, by which user code hides callbacks or a frozen guide, hides nothing from it, and may have any signature.
-What the module names in ``_ddp_params_and_buffers_to_ignore`` is each rank's own, such as a part of a table: neither
-broadcast nor reduced, and stepped on its rank. torch's two loops name a parameter of the outermost module differently:
-``"w"`` in the list leaves it out of the broadcast, and ``".w"`` out of the reduction.
+[Note: which parameters torch DDP reduces]
+torch DDP reads the own parameters of each module of ``named_modules()``. So an overridden ``named_parameters()`` of the
+outermost module, with which user code hides callbacks or a frozen model, hides nothing from it. Names in
+``_ddp_params_and_buffers_to_ignore`` belong to each rank, such as a part of a table: they are neither broadcast nor
+reduced, and each rank steps its own. torch's two loops name a parameter of the outermost module differently: ``"w"`` in
+the list leaves it out of the broadcast, and ``".w"`` out of the reduction.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
-    """The names that a module, which is about to be wrapped, asks to leave alone."""
+    """Returns the names of parameters and buffers that the module leaves to each rank."""
     return frozenset(getattr(module, IGNORED, ()))
 
 
 def named_params(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Parameter]:
-    """The parameters to be reduced once they require gradients, by their first names; see [Note: what torch DDP calls a
-    parameter]."""
+    """Returns the parameters that are reduced once they require gradients, by their first names; see
+    [Note: which parameters torch DDP reduces]."""
     found: dict[int, tuple[str, Parameter]] = {}
     for prefix, key, param in _own_params(module):
-        # A shared one is left alone only if each of its names is.
+        # A shared one is ignored only if each of its names is.
         if f"{prefix}.{key}" not in ignored:
             found.setdefault(id(param), (_joined(prefix, key), param))
     return dict(found.values())
 
 
 def broadcast_params(module: nn.Module, ignored: Collection[str]) -> list[Parameter]:
-    """The parameters that become rank 0's when the module is wrapped."""
+    """Returns the parameters that rank 0 broadcasts when the module is wrapped."""
     first = {id(param): (_joined(prefix, key), param) for prefix, key, param in reversed([*_own_params(module)])}
     return [param for name, param in reversed(first.values()) if name not in ignored]
 
 
 def named_buffers(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """The buffers that become rank 0's, by name."""
+    """Returns the buffers that rank 0 broadcasts, by name."""
     return {name: buffer for name, buffer in nn.Module.named_buffers(module) if name not in ignored}
 
 
 def keys_ignored(prefix: str, buffers: Collection[str], ignored: Collection[str]) -> frozenset[str]:
-    """The keys of a module's own buffers, of a module of this name, that are left alone."""
+    """Returns the keys of ignored buffers among a module's own; ``prefix``: the module's name."""
     return frozenset(key for key in buffers if _joined(prefix, key) in ignored) if ignored else frozenset()
 
 
 def _own_params(module: nn.Module) -> Iterator[tuple[str, str, Parameter]]:
-    """The prefix, key and parameter of each module's own."""
+    """Yields the module's name, key and parameter for the own parameters of each module."""
     for prefix, child in module.named_modules():
         overridden = getattr(child.named_parameters, "__func__", None) is not nn.Module.named_parameters
         own = child.named_parameters(recurse=False) if overridden else child._parameters.items()

@@ -1,6 +1,6 @@
-"""Refuses callers of the wrapped model's forward that would reduce its gradients too, or scale what is no longer there.
+"""Raises errors if the wrapped model is inside of torch DDP, or is a stage of torch's pipelining.
 
-Neither can be told when the model is wrapped, since what calls it comes later.
+Checked in a forward: when the model is wrapped, its caller does not exist yet.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 _STAGE = "torch.distributed.pipelining.stage"
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _SPLIT_BACKWARDS = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-"""Schedules that write the weights' ``.grad`` themselves, so that no hook of a parameter tells of it."""
+"""Schedules that write the weights' ``.grad`` themselves, so that no hook of a parameter fires."""
 
 
 def check_not_inside_torch_ddp(model: nn.Module) -> None:
-    """Raises ValueError if ``model`` is called as a part of a module that torch DDP wraps: both would reduce."""
-    outer = TorchDDP._active_ddp_module  # torch's own note of whose forward is under way; or a GraphSplits of ours
+    """Raises ValueError if ``model`` is called inside of a module that torch DDP wraps: both would reduce."""
+    outer = TorchDDP._active_ddp_module  # the torch DDP whose forward is running, or a GraphSplits
     if isinstance(outer, nn.Module) and any(child is model for child in outer.modules()):
         raise ValueError(
             f"this model is inside a DistributedDataParallel of torch's (around a {type(outer.module).__name__}), and "
@@ -31,18 +31,18 @@ def check_not_inside_torch_ddp(model: nn.Module) -> None:
 def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
     """Raises ValueError in a stage of torch's pipelining, unless gradients stay local until a step that reduces them.
 
-    The stage knows torch's DDP and FSDP only. Anything else gets a synchronised backward for every microbatch; and at
-    the end the sum in each ``.grad`` is divided by their number, which a reduce-scatter has emptied by then.
+    The stage knows only torch's DDP and FSDP. For another wrapper it runs a synchronised backward for every microbatch,
+    and divides each ``.grad`` by their number at the end, when a reduce-scatter has emptied it.
 
     Args:
-        model: whose forward is called.
-        stays_local: it accumulates without sending, under ``no_sync``, and a sharded optimizer's step will reduce.
+        model: the model whose forward is called.
+        stays_local: whether gradients accumulate under ``no_sync``, and a sharded optimizer's step will reduce them.
     """
-    # Without an import of pipelining there are no stages, and each forward saves the walk over frames.
+    # Without an import of pipelining there is no stage, and the walk over frames takes microseconds in each forward.
     if _STAGE not in sys.modules:
         return
     names: list[str] = []
-    # A stage leaves no mark on what it calls, so the stack is the only witness.
+    # A stage leaves no mark on the module that it calls: only the stack shows it.
     frame: FrameType | None = sys._getframe(1)
     schedule = ""
     while frame is not None and not schedule:
@@ -52,14 +52,14 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
         frame = frame.f_back
     if _STAGE not in names:
         return
-    # First, since it is wrong however the model is wrapped: nothing else that is said below would help.
+    # First, since the remedies below would not help.
     if schedule in _SPLIT_BACKWARDS:
         raise ValueError(
             f"{schedule} computes the gradients of weights apart from backward, and writes them where this engine does "
             "not see them: choose a schedule with whole backwards (ScheduleGPipe, Schedule1F1B, ScheduleLoopedBFS, "
             "ScheduleInterleaved1F1B), or torch's DDP or fully_shard for the stages"
         )
-    # As Accelerate prepares it. The stage would then go on to torch's own reducer, which that object lacks.
+    # A model that Accelerate has prepared. The stage would use torch's own reducer, which that object lacks.
     if isinstance(model, TorchDDP):
         raise ValueError(
             "a stage of torch's pipelining takes this prepared model for torch's DDP, and would ask for its reducer: "

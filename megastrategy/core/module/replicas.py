@@ -1,8 +1,8 @@
-"""Compares weights that ranks should hold alike: all of them over data-parallel ranks, whole ones over tensor ranks.
+"""Compares weights that should be equal: all weights over data-parallel ranks, replicated ones over tensor ranks.
 
-Nothing in the engine lets replicas part. What may is a user's own: weights that are written on one rank, or a parameter
-outside of ``parallelize_module``'s plan that is used on a part of the sequence alone, so that its gradient is another
-on each tensor rank. The loss goes down all the same, and it is not noticed for long.
+The engine keeps replicas equal. User code may not: it may write weights on one rank, or leave a module that gets a part
+of the sequence out of ``parallelize_module``'s plan, so that its gradient differs between tensor ranks. The loss goes
+down all the same, so that the fault stays unnoticed for long.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .model_parallel import ModelParallel
 def check_replicas(
     named: Mapping[str, Parameter], parts: LocalParts, model: ModelParallel, collectives: Collectives
 ) -> None:
-    """Returns if these weights are equal to the bit wherever they should be. Collective over all ranks of the mesh.
+    """Compares these weights bit by bit. Collective over all ranks of the model.
 
     Raises:
-        ReplicaMismatchError: on all of them, with the first parameter that differs.
+        ReplicaMismatchError: on all ranks, with the first parameter that differs.
     """
     groups = [(group, ranks) for group in model.groups if (ranks := group.ranks) is not None]
     if collectives.size == 1 and not groups:
@@ -36,7 +36,7 @@ def check_replicas(
         seen = [theirs for theirs, _ in everybody if theirs is not None]
         found = seen[0] if seen else _first_difference([digests for _, digests in everybody], group.rank_name)
     for ranks in (*model.collectives, collectives) if groups else ():
-        # one group's, which the others do not know of yet
+        # A difference that one group has found is not known to the others yet.
         found = next((theirs for theirs in ranks.all_gather_objects(found) if theirs is not None), None)
     if found is not None:
         raise ReplicaMismatchError(

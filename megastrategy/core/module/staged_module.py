@@ -1,4 +1,4 @@
-"""Finds the groups of ranks that share a module, tensor ranks by its DTensors, and others by the module's own word."""
+"""Finds the groups of ranks that share a module: tensor ranks by its DTensors, stages by a StagedModule in it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .model_parallel import ModelGroup, ModelParallel
 
 
 class StagedModule(nn.Module):
-    """A module with some of a model's layers.
+    """A module that contains some of a model's layers.
 
     Attributes:
-        stage_group: the ranks that have the others, in any order; None if this one has all.
-        tensor_mesh: of one dimension, the ranks that have parts of the same layers; None where layers are whole.
+        stage_group: the ranks that have the layers, in any order; None if this rank has all.
+        tensor_mesh: the ranks that have parts of the same layers, in one dimension; None if layers are not cut.
         names_elsewhere: the names, in this module, of parameters and buffers that only other ranks have.
     """
 
@@ -26,7 +26,7 @@ class StagedModule(nn.Module):
     names_elsewhere: Collection[str] = ()
 
     def make_group(self, module: nn.Module, parts: LocalParts) -> ModelGroup:
-        """Returns the group of the ranks that have the layers; ``module`` is this one or has it as a submodule."""
+        """Returns the ranks that have the layers as a group; ``module`` is this module, or contains it."""
         raise NotImplementedError
 
 

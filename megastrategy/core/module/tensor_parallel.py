@@ -1,15 +1,15 @@
-"""Tensor-parallel parameters: the one file of the engine that knows torch's DTensor, read only where a model has some.
+"""Tensor-parallel parameters: the only file of the engine that imports DTensor, loaded only for models that have some.
 
-See local_parts' [Note: parts of parameters].
+See local_parts' [Note: the local part of a parameter].
 
 [Note: gradients of replicated parameters]
-A parameter that the tensor ranks hold alike (a norm's weight) may get a gradient that is a sum over them, as under
-sequence parallelism, where each rank has another part of the sequence. Into a *replicated* ``.grad`` in the buffer
-torch would add it up over the tensor ranks each time: a small all-reduce a parameter and backward. So ``.grad`` of such
-parameters stays autograd's own, a sum not added up yet, until its bucket is complete; one all-reduce over the tensor
-ranks then brings those of the bucket, as Megatron-LM's ``finalize_model_grads`` does for all. All tensor ranks get the
-same bits. Their replicas stay equal since everything that follows, norms and coefficients included, has the same bits
-too. Buckets are complete in one order on all tensor ranks, which run one program, so these reductions match.
+A parameter that is replicated over the tensor ranks (a norm's weight) may get a gradient that is a sum over them, for
+example under sequence parallelism, where each rank has a different part of the sequence. If ``.grad`` were a
+*replicated* view of the buffer, torch would all-reduce each such gradient by itself. Instead ``.grad`` of these
+parameters stays autograd's own, a partial sum, until its bucket is complete. Then one all-reduce over the tensor ranks
+adds up all of the bucket, as Megatron-LM's ``finalize_model_grads`` does for the whole model. All tensor ranks get the
+same bits, and replicas stay equal, since norms and coefficients have the same bits too. Buckets are complete in the
+same order on all tensor ranks, which run one program, so these reductions match.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .model_parallel import ModelGroup
 
 
 class DTensorParts(LocalParts):
-    """The parts of parameters that are DTensors of one mesh, beside others that are not.
+    """The local parts of parameters of which some are DTensors, all of one mesh.
 
     Attributes:
-        tensor_ranks: the ranks of the mesh; None if it is one.
+        tensor_ranks: the ranks of the mesh; None if there is only one.
     """
 
     has_parts = True
@@ -46,14 +46,14 @@ class DTensorParts(LocalParts):
         """Leaves it to :class:`TensorGroup`."""
 
     def local_view(self, tensor: Tensor) -> Tensor:
-        # The tensor in it, not what to_local() makes of it: its memory is moved, and its identity kept.
+        # Not to_local(), which returns a new tensor: the memory of this one is moved, and its identity is compared.
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
         parts[:] = map(self.local_view, params)
 
     def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
-        whole: Tensor = param  # torch's stubs take a Parameter for no DTensor
+        whole: Tensor = param  # for torch's stubs a Parameter is never a DTensor
         if not isinstance(whole, DTensor):
             return part
         with torch.no_grad():
@@ -65,7 +65,7 @@ class DTensorParts(LocalParts):
         grad: Tensor | None = param.grad
         whole: Tensor = param
         if isinstance(whole, DTensor) and isinstance(grad, DTensor):
-            # autograd's own may be cut otherwise, or be a sum still; see [Note: gradients of replicated parameters].
+            # autograd's may be cut differently, or be a partial sum; see [Note: gradients of replicated parameters].
             if grad.placements != whole.placements:
                 grad = grad.redistribute(placements=whole.placements)
             return grad.to_local().detach()
@@ -78,7 +78,7 @@ class DTensorParts(LocalParts):
             for place, (param, grad) in enumerate(zip(params, grads, strict=True))
             if self.may_be_sum(param) and isinstance(grad, DTensor) and grad.placements[0].is_partial("sum")
         ]
-        if self.tensor_ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
+        if self.tensor_ranks is None or len(sums) < 2:  # redistribute() does the same for one
             return [self.local_grad(param) for param in params]
         added_up: dict[int, Tensor] = {}
         local = {place: grads[place]._local_tensor.detach() for place in sums}
@@ -122,12 +122,12 @@ class DTensorParts(LocalParts):
 
 
 class TensorGroup(ModelGroup):
-    """The ranks that have parts of the same parameters, over a group of this object's own.
+    """The ranks that have parts of the same parameters.
 
     Args:
-        module: parallelised already.
+        module: a module that is parallelised already.
         process_group: the data-parallel ranks; None for all.
-        mesh: of one dimension, the tensor ranks; None for that of the module's DTensors, of which there are some.
+        mesh: the tensor ranks, in one dimension; None for the mesh of the module's DTensors.
 
     Attributes:
         parts: this rank's parts of the parameters.
@@ -148,8 +148,8 @@ class TensorGroup(ModelGroup):
             self.ranks = self.parts.tensor_ranks = self._connected(private_group(group, device), group)
 
     def check(self, module: nn.Module) -> None:
-        """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
-        the data-parallel ranks."""
+        """Raises ValueError for a module that ``fully_shard`` has wrapped, and for a parameter that is not cut over one
+        mesh, or over data-parallel ranks."""
         if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:
             for name, child in module.named_modules():
                 if isinstance(child, kind):
@@ -176,8 +176,7 @@ class TensorGroup(ModelGroup):
                 f"{what}: a mesh of one dimension is expected, that of the tensor ranks. Pass it alone: "
                 'parallelize_module(module, mesh["tp"], plan)'
             )
-        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that is not added up (Partial) has no
-        # value to step.
+        # _StridedShard is a part that fully_shard has cut once more; Partial is a sum that has no value to step.
         if type(param.placements[0]) not in (Shard, Replicate):
             raise ValueError(f"{what}: only Shard and Replicate are understood here, as parallelize_module makes them")
         if mesh != self._mesh:
@@ -218,17 +217,17 @@ class TensorGroup(ModelGroup):
 
 
 def _warn_of_broken_ties(module: nn.Module) -> None:
-    """Names pairs that were one parameter, most likely: matrices of equal values, not of one constant.
+    """Warns of pairs of parameters that were most likely one: matrices of equal values that are not constant.
 
-    ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
+    ``parallelize_module`` makes two parameters of a tied one, without a warning.
     """
-    # Vectors are left out: biases and norms are equal at the start, and no tie. So are copies that are not trained.
+    # Without vectors: biases and norms are equal at the start, and not tied. Without frozen copies.
     local = {
         name: param.to_local().detach()
         for name, param in dtensors_of(module).items()
         if param.dim() > 1 and param.requires_grad
     }
-    # So are matrices of one constant, which two zero-initialised layers share.
+    # Without constant matrices, which two zero-initialised layers share.
     filled = {
         name: part
         for name, part in local.items()

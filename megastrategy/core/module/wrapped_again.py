@@ -1,10 +1,10 @@
-"""Takes parameters over from wrappers that were made for them before.
+"""Closes wrappers whose parameters are wrapped again.
 
 [Note: a module that is wrapped again]
-torch DDP lets a module be wrapped several times, and the wrapper that is called reduces. Here parameters and gradients
-are in the buffers of one engine. So the last wrapper has them, and the one before is closed: of the same module, or of
-another one that shares a layer with it, as models with one encoder that are trained one after the other. Those that are
-trained in turns are refused where the first is called again.
+Under torch DDP a module may have several wrappers, and the one that is called reduces. Here parameters and gradients
+are in the buffers of one engine. So the last wrapper has them, and an earlier wrapper is closed: that of the same
+module, or of a module that shares a layer with it, such as models with one encoder that are trained one after the
+other. If they are trained in turns, the next call of the first wrapper raises an error.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from .grad_hooks import reducers_of
 
 
-def take_over(params: Iterable[Parameter]) -> None:
+def close_other_engines(params: Iterable[Parameter]) -> None:
     """Closes the engines that have any of these parameters.
 
-    Not collective, since each rank has garbage of its own: optimizers are given back when they are used next.
+    Not collective, since each rank collects its garbage by itself: optimizers are given back at their next use.
     """
     for param in params:
         for reducer in reducers_of(param):

@@ -455,7 +455,7 @@ class ShardSet(ShardHolder):
         self._staying = {index: (self.shards[index], states[index]) for index in self.whole.indices & states.keys()}
         self._drop_shards()
 
-    def take(self, contents: Contents) -> None:
+    def adopt(self, contents: Contents) -> None:
         buffers, state = self.engine.param_buffers, self.inner.state
         assert buffers is not None, "sharded"
         self._add_shards(contents.keys() | self.whole.indices, buffers)

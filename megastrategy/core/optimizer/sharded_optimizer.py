@@ -284,7 +284,7 @@ class ShardedOptimizer:
         for bucket in to_gather:
             self.shard_set.start_gather(bucket, begun.indices)
         if engine.config.overlap_param_gather == "forward":
-            engine.param_gather.defer()
+            engine.param_gather.wait_on_first_read()
         else:
             engine.param_gather.finish()
         self.shard_set.states.cut_begun(begun.runs)

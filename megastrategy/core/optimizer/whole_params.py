@@ -133,7 +133,7 @@ class WholeParams:
     def add(self, indices: Collection[int]) -> None:
         """Gives parameters owners. Collective; the same ones on all ranks."""
         self.indices.update(indices)
-        self._engine.own_whole(set(indices))
+        self._engine.assign_owners(set(indices))
 
     def check_not_owned(self, indices: Collection[int]) -> None:
         """Raises ValueError if another optimizer has taken one of these, which this one steps as shards: what it does

@@ -1,4 +1,4 @@
-"""The ranks exchange a few facts at the end of a synchronised backward: a byte each, in one reduction of the hosts."""
+"""The facts that ranks exchange at the end of a synchronised backward: a byte each, in one reduction of the hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .loss_tokens import NONE, describe_counting
 
 @dataclasses.dataclass(frozen=True)
 class Reasons:
-    """The facts that a rank tells the others where a backward is refused; see :class:`Agreement`. ``who``: its name."""
+    """The facts that one rank reports to the others for a rejected backward; ``who``: its name in error messages."""
 
     who: str
     microbatch: int
@@ -28,11 +28,11 @@ class Agreement:
     Attributes:
         used: by parameter, whether it has a gradient.
         late: by bucket, whether a gradient came after it was launched.
-        microbatch: the number of the training loop's, of which the last eight bits are compared; None where the ranks
-            did not all say the same.
+        microbatch: the number that the training loop counts, compared in its last eight bits; None if the numbers of
+            the ranks differ.
         has_nonfinite: whether a gradient is infinite or NaN.
         wants_other_order: whether buckets would be launched materially earlier in another order.
-        counting: whether a loss was counted by tokens, and whether one was not; not both may be.
+        counting: whether a loss was counted by tokens, and whether one was not. Both together are an error.
     """
 
     used: Sequence[bool]
@@ -43,16 +43,16 @@ class Agreement:
     counting: tuple[bool, bool]
 
     def encode(self) -> list[int]:
-        """Bytes of which the maximum over ranks, element by element, is what they agree on."""
+        """Returns bytes whose maximum over ranks, element by element, encodes the facts of all ranks together."""
         return [*self.used, *self.late, *self._shared()]
 
     def _shared(self) -> list[int]:
-        """The facts that are not of single parameters or buckets."""
+        """Returns the facts that do not belong to one parameter or bucket."""
         return [*_pair(self.microbatch), *self.counting, self.has_nonfinite, self.wants_other_order]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
-        """Reads the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
+        """Returns the facts in the maximum over ranks of :meth:`encode`, for so many parameters."""
         *flags, last, complement, is_counted, is_uncounted, has_nonfinite, wants_other_order = numbers
         return cls(
             used=[bool(flag) for flag in flags[:num_params]],
@@ -64,11 +64,10 @@ class Agreement:
         )
 
     def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
-        """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
+        """Returns the facts of all ranks together. Collective: one reduction of a byte per parameter, between hosts.
 
-        On one rank these are all the facts, and nothing is sent. See interface's [Note: why ranks agree over their
-        hosts]. Tensor ranks refuse together, and move together; what was used and what is late is of parts that each
-        of them has alone.
+        On one rank nothing is sent; see interface's [Note: why ranks agree over their hosts]. Tensor ranks reject a
+        backward and move to another layout together, but used and late parameters are each tensor rank's own.
         """
         agreed = self
         if collectives.size > 1:
@@ -80,11 +79,11 @@ class Agreement:
 
     @property
     def is_refused(self) -> bool:
-        """Whether gradients must not be used, on any rank."""
+        """Whether the gradients of all ranks are rejected."""
         return self.microbatch is None or self.has_nonfinite or all(self.counting)
 
     def refusal(self, own: Reasons, collectives: Collectives, tensor_ranks: Collectives | None) -> MegastrategyError:
-        """The error that all ranks raise for gradients that must not be used. Collective."""
+        """Returns the error that all ranks raise for rejected gradients. Collective."""
         every: list[Reasons] = collectives.all_gather_objects(own)
         if tensor_ranks is not None:
             every = [reasons for of_one in tensor_ranks.all_gather_objects(every) for reasons in of_one]
@@ -98,19 +97,19 @@ class Agreement:
 
 
 def name_of(collectives: Collectives, tensor_ranks: Collectives | None) -> str:
-    """This rank's name in an error."""
+    """Returns this rank's name in error messages."""
     return f"rank {collectives.rank}" + (f", tensor rank {tensor_ranks.rank}" if tensor_ranks is not None else "")
 
 
 def _pair(number: int | None) -> tuple[int, int]:
-    """Two bytes of which the maxima over ranks add up to 255 if all ranks have the same number, else to more."""
-    # A maximum alone cannot show that ranks differ. Eight bits are enough: ranks part by a microbatch or two, and are
-    # compared in every synchronised backward.
+    """Returns two bytes whose maxima over ranks add up to 255 if all ranks have the same number, otherwise to more."""
+    # One maximum cannot show that ranks differ. Eight bits are enough: ranks differ by one or two microbatches, and
+    # every synchronised backward compares them.
     return (255, 255) if number is None else (number % 256, 255 - number % 256)
 
 
 def describe_microbatches(by_rank: Mapping[str, int]) -> str:
-    """Says where each rank is, and what to do."""
+    """Returns the error message with each rank's number."""
     return (
         "the ranks reduce the gradients of different microbatches: "
         + ", ".join(f"{rank} is at number {number}" for rank, number in by_rank.items())

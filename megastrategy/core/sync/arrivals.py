@@ -32,35 +32,34 @@ class UsedParams:
         self._static_here: list[bool] = []
 
     def extend(self, num_params: int) -> None:
-        """Parameters have joined; ``num_params``: all of them."""
-        num_new = num_params - len(self._is_reduced)
-        self._last_arrival += [0] * num_new
-        self._is_reduced += [False] * num_new
+        """Adds so many parameters."""
+        self._last_arrival += [0] * num_params
+        self._is_reduced += [False] * num_params
 
     def begin_backward(self, params: Sequence[Parameter]) -> None:
-        """A backward has reached its first parameter."""
+        """Called when a backward has reached its first parameter."""
         self._backward += 1
         is_needed = [param.requires_grad for param in params]  # a frozen one is not waited for
         if is_needed != self.is_needed:  # the agreement of static_graph was about other parameters
             self.is_needed, self.of_static_graph = is_needed, None
 
     def begin_unprepared(self) -> None:
-        """Gradients of backwards that no forward prepared are about to be added as those of one backward."""
+        """Called before gradients of backwards that no forward prepared are added, as those of one backward."""
         self._backward += 1
 
     def add(self, index: int) -> bool:
-        """A gradient has arrived. Returns whether it is the first part of it in this backward."""
+        """Records a gradient. Returns whether it is the first of the parameter in this backward."""
         is_first = self._last_arrival[index] != self._backward
         self._last_arrival[index], self._is_reduced[index] = self._backward, False
         return is_first
 
     def note_reduced(self, has_grad: Sequence[bool]) -> None:
-        """The gradients that there are have been reduced."""
+        """Records that the gradients of all parameters with ``has_grad`` are reduced."""
         self._is_reduced[:] = has_grad
 
     @property
     def are_exchanged(self) -> bool:
-        """Whether a synchronised backward ends with an exchange of the parameters that ranks have used."""
+        """Whether a synchronised backward ends with an exchange of the used parameters between ranks."""
         return self._config.find_unused_parameters and self.of_static_graph is None
 
     def unreduced(self, buffers: GradBuffers) -> list[bool]:
@@ -70,7 +69,7 @@ class UsedParams:
         return [has and not done for has, done in zip(buffers.has_grad, self._is_reduced, strict=True)]
 
     def agree(self, has_grad: Sequence[bool], here: list[bool]) -> None:
-        """All ranks know ``has_grad`` of all ranks together; ``here``: :meth:`unreduced` of this one."""
+        """Keeps the used parameters for a static graph: ``has_grad`` of all ranks, and those of this rank."""
         if self._config.static_graph:
             self.of_static_graph, self._static_here = list(has_grad), here
 
@@ -97,7 +96,7 @@ class UsedParams:
 
 
 class LateGrads:
-    """The late gradients of one reducer; see reducer's [Note: gradients that come twice].
+    """The late gradients of one reducer; see reducer's [Note: why a late gradient is not lost].
 
     Attributes:
         params: those with a late gradient in this backward.
@@ -110,12 +109,12 @@ class LateGrads:
         self._grads: dict[int, Tensor] = {}
 
     def add(self, index: int) -> None:
-        """A gradient of the parameter has arrived, and its bucket is on the wire."""
+        """Records a gradient that has arrived while the parameter's bucket is on the wire."""
         self.params.add(index)
         self.deferred.add(index)
 
     def detach(self, bucket: Bucket, buffers: GradBuffers) -> None:
-        """Takes the bucket's late gradients out of ``.grad``, where its reduced ones are published next."""
+        """Moves the bucket's late gradients out of ``.grad``, before its reduced gradients are published there."""
         for index in self.params.intersection(bucket.params):
             self._grads[index] = pop_late_grad(buffers.params[index])
 
@@ -124,6 +123,6 @@ class LateGrads:
         return {index: self._grads.pop(index) for index in self.params.intersection(bucket.params)}
 
     def clear(self) -> None:
-        """The backward is over, or has failed."""
+        """Drops the late gradients of a backward that is over."""
         self.params.clear()
         self._grads.clear()

@@ -1,10 +1,10 @@
-"""The phases of a backward, and where one begins and ends.
+"""The phases of a backward, and its beginning and end.
 
-[Note: the outermost graph]
-torch runs a callback when the graph that it was queued in ends. A re-entrant checkpoint runs a graph inside another,
-and its parameters are reached there, so what they queue would come too early to send what is left. The outputs of a
-forward are in the outermost graph: the first gradient that reaches one of them queues the end there. Where no forward
-told of outputs (a loss of parameters alone), the graph that reaches a parameter first has to do.
+[Note: when a backward has ended]
+torch runs a callback when the graph ends in which it was queued. A re-entrant checkpoint runs an inner graph, which
+reaches its parameters, so a callback that their hooks queue would run too early to send the remaining buckets. The
+outputs of a forward are in the outermost graph: the first gradient that reaches one of them queues the callback there.
+If no outputs are known (a loss of parameters only), the graph that reaches a parameter first is used.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ class BackwardPhase(enum.Enum):
     """The state of a reducer, from the first gradient of a backward to the end of its reductions."""
 
     IDLE = enum.auto()
-    """No backward has reached a parameter. A first gradient leads to ACCUMULATING or SYNCHRONISING; a step of gradients
-    that no backward has reduced leads to WAITING."""
+    """No backward has reached a parameter. A first gradient leads to ACCUMULATING or SYNCHRONISING, and a step whose
+    gradients are not reduced yet leads to WAITING."""
     ACCUMULATING = enum.auto()
-    """A backward that is not synchronised is under way. IDLE when it ends. After an error the phase stays, until the
-    next forward, or a backward that is tried again, drops what is left."""
+    """A backward that is not synchronised is running. IDLE when it ends. After an error the phase stays until the next
+    forward, or the next backward, drops the gradients."""
     SYNCHRONISING = enum.auto()
-    """A synchronised backward is under way: complete buckets are launched. IDLE when it ends, and the rest is launched.
-    After an error as ACCUMULATING."""
+    """A synchronised backward is running, and complete buckets are launched. IDLE when it ends, and the remaining
+    buckets are launched. After an error as ACCUMULATING."""
     WAITING = enum.auto()
-    """The ranks agree, and wait for what was launched. IDLE afterwards, also after an error."""
+    """The ranks agree, and wait for the launched buckets. IDLE afterwards, also after an error."""
 
 
 @dataclasses.dataclass
 class Preparation:
-    """Forwards of the wrapped model since the last backward whose gradients were sent; see reducer's [Note: which
-    backward synchronises].
+    """The forwards of the wrapped model since the last synchronised backward; see reducer's
+    [Note: which backward synchronises].
 
     Attributes:
-        syncs: whether one of them trained and ended outside ``no_sync``.
-        accumulates: whether one trained under ``no_sync``.
-        inside_forward: whether one is under way whose backwards are inside of it (Lightning's manual optimization).
-        graph: torch's number of the backward that the last forward was inside of.
-        spent_in: that of a backward that a synchronised one has ended inside of; the rest of it is synchronised too.
+        syncs: whether a forward trained and ended outside ``no_sync``.
+        accumulates: whether a forward trained under ``no_sync``.
+        inside_forward: whether a forward is running that runs its backwards itself (Lightning's manual optimization).
+        graph: torch's number of the backward inside of which the last forward ran.
+        spent_in: torch's number of a backward inside of which a synchronised one has ended; the rest of it is
+            synchronised as well.
     """
 
     syncs: bool = False
@@ -59,12 +60,9 @@ class Preparation:
     spent_in: int = NO_GRAPH_TASK
 
     def add(self, *, syncs: bool) -> None:
-        """A forward that trains has ended."""
+        """Records the end of a forward that trains."""
         self.graph = torch._C._current_graph_task_id()
-        if self.spent_in not in (
-            NO_GRAPH_TASK,
-            self.graph,
-        ):  # that backward is over: losses with a cache, step after step
+        if self.spent_in not in (NO_GRAPH_TASK, self.graph):  # that backward is over, as with gradient caching
             self.clear()
         if syncs:
             self.syncs = True
@@ -72,18 +70,18 @@ class Preparation:
             self.accumulates = True
 
     def replace(self, *, syncs: bool) -> None:
-        """The next backward was decided about by itself."""
+        """Sets the decision for the next backward, whatever the forwards before it."""
         self.syncs, self.accumulates = syncs, not syncs
 
     def end(self, *, inside: bool) -> None:
-        """A synchronised backward has ended. The rest of one that it was inside of is synchronised as well."""
+        """Records the end of a synchronised backward; ``inside``: another backward around it continues."""
         if inside:
             self.spent_in = self.graph
         else:
             self.clear()
 
     def clear(self) -> None:
-        """The backward that was prepared is over."""
+        """Forgets all forwards."""
         self.syncs = self.accumulates = False
         self.spent_in = NO_GRAPH_TASK
 
@@ -92,19 +90,19 @@ class Preparation:
 
     @property
     def decision(self) -> bool | None:
-        """Whether the next backward is synchronised; None where that is asked when it starts."""
+        """Whether the next backward is synchronised; None if that is decided when it starts."""
         return None if self.inside_forward else self.syncs
 
 
 @dataclasses.dataclass
 class DeferredBatch:
-    """A batch of several backwards, whose reductions are waited for at its end and not at that of the last backward.
+    """A batch of several backwards whose reductions are waited for at its end, not at the end of a backward.
 
     Attributes:
-        why_not_counted: the error message for a loss whose tokens are counted outside of the batch.
-        is_open: whether one has begun.
-        has_synced: whether one of its backwards was synchronised, and others follow it.
-        refusal: the first error with which all data-parallel ranks refused one of its backwards.
+        why_not_counted: the error message for a loss whose tokens are counted outside of a batch.
+        is_open: whether a batch has begun.
+        has_synced: whether one of its backwards was synchronised, and more may follow.
+        refusal: the first error with which all data-parallel ranks rejected one of its backwards.
     """
 
     why_not_counted: str
@@ -113,46 +111,47 @@ class DeferredBatch:
     refusal: MegastrategyError | None = None
 
     def begin(self) -> None:
-        """The backwards from here on are of a new batch."""
+        """Begins a new batch."""
         self.is_open, self.has_synced, self.refusal = True, False, None
 
 
-class FollowsBackwards(Protocol):
-    """The engine of a reducer."""
+class BackwardListener(Protocol):
+    """The methods of the engine that a :class:`BackwardWatch` calls."""
 
     def on_backward_start(self) -> None:
-        """An outermost graph has begun, and has reached no parameter yet."""
+        """Called when an outermost graph has begun, before it reaches a parameter."""
 
     def on_backward_end(self) -> None:
-        """A graph has ended. One that is nested in another may tell of its end as well, and does so first."""
+        """Called when a graph has ended; first for a nested graph, if it has queued the callback too."""
 
     def drop_unfinished(self) -> None:
-        """Nothing runs any more of the backwards so far: what they left behind is of one that raised."""
+        """Called when no backward is running any more and one of them has raised."""
 
 
 class BackwardWatch:
-    """Reports to an engine where backwards begin and end; see [Note: the outermost graph]."""
+    """Reports to the engine where backwards begin and end; see [Note: when a backward has ended]."""
 
-    def __init__(self, engine: FollowsBackwards) -> None:
-        self.engine = weakref.ref(engine)  # whose reducer has this object
-        self._outermost = NO_GRAPH_TASK  # torch's number of the graph that is under way, where outputs told of it
-        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
+    def __init__(self, engine: BackwardListener) -> None:
+        self.engine = weakref.ref(engine)  # weak: its reducer refers to this object
+        self._outermost = NO_GRAPH_TASK  # torch's number of the running graph, if it began at known outputs
+        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards, alive while these run
 
-    def forget(self) -> None:
-        """A forward starts: the next backward is another."""
+    def reset(self) -> None:
+        """Called before a forward: the next backward is another one."""
         self._outermost = NO_GRAPH_TASK
 
-    def look_at(self, outputs: Any) -> None:
-        """Finds the tensors in a forward's outputs that a backward may start from."""
+    def watch(self, outputs: Any) -> None:
+        """Registers hooks on the tensors in a forward's outputs that a backward may start from."""
         for output in backward_starts(outputs):
             output.register_hook(self._on_output_grad)
 
-    def knows_outermost(self) -> bool:
-        """Whether the end of the backward that is under way is expected already."""
+    @property
+    def expects_end(self) -> bool:
+        """Whether a callback for the end of the running backward is queued already."""
         return self._outermost != NO_GRAPH_TASK
 
     def expect_end(self) -> None:
-        """Reports the end of the backward that is running now (its innermost graph)."""
+        """Reports the end of the innermost graph that is running now."""
         self._queue(self._end)
 
     def _on_output_grad(self, grad: Tensor) -> None:
@@ -160,8 +159,7 @@ class BackwardWatch:
         engine = self.engine()
         if self._outermost == task or engine is None:
             return
-        # Another graph than the last that was seen, and each needs an end. Where no backward is under way, what is left
-        # is of one that raised.
+        # A graph that is not known yet needs a callback of its own. If no earlier backward is running, one has raised.
         if all(end() is None for end in self._ends):
             engine.drop_unfinished()
         engine.on_backward_start()
@@ -169,7 +167,7 @@ class BackwardWatch:
         self._queue(self._end_outermost)
 
     def _queue(self, end: Callable[[], None]) -> None:
-        # torch alone keeps the callback, so it is gone when that backward has ended, be it in an exception.
+        # Only torch keeps the callback alive, so it is gone when that backward has ended, also in an exception.
         self._ends = [known for known in self._ends if known() is not None]
         self._ends.append(weakref.ref(end))
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -184,11 +182,12 @@ class BackwardWatch:
 
 
 def backward_starts(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in a forward's outputs that a backward may start from; containers and dataclasses are looked into."""
+    """Yields the tensors in a forward's outputs, in containers and dataclasses too, that a backward may start from."""
     for leaf in tree_leaves(outputs):
-        # A hook on a tensor without a graph raises, or (on a leaf) tells of its own gradient, which comes last.
+        # A hook on a tensor without a graph raises; on a leaf it runs for the leaf's own gradient, which comes last.
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             yield leaf
-        # torch's pytree takes a dataclass for a leaf. Missed, its backward would seem to end with an inner one.
+        # For torch's pytree a dataclass is a leaf. Without its tensors a backward would seem to end with the inner
+        # graph of a checkpoint.
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from backward_starts([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -1,10 +1,10 @@
-"""Watches the first synchronised backward, and plans other buckets where a move to them pays.
+"""Plans buckets in the order in which gradients arrive, if these can be launched earlier.
 
-[Note: buckets in the order seen]
-In the first synchronised backward each rank notes in which order gradients arrive. If buckets that are filled in that
-order could be launched materially earlier (on any rank, which it says with what was used), all ranks take rank 0's, and
-everything moves to a layout in it when the reductions of that backward have ended. That moment is the same on all ranks
-by construction, which a forward is not: a rank may run one for itself.
+[Note: buckets in the order of arrival]
+In the first synchronised backward each rank records the order in which gradients arrive. If buckets in that order could
+be launched much earlier on any rank (reported together with the used parameters), all ranks use rank 0's order, and
+everything moves to such a layout when the reductions of that backward have ended. That moment is the same on all ranks;
+a forward is not, since a rank may run one by itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..layout import BufferLayout, better_layout_order, build_layout
 
 
 class BucketPlanner:
-    """Belongs to one reducer, which drops it after the first synchronised backward.
+    """Plans buckets for one reducer, which drops it after the first synchronised backward.
 
-    Judged once: a second move would be worth less than it costs, and every rank must stop agreeing on it at the same
-    time.
+    There is only one move: a second would gain less than it costs, and all ranks must stop exchanging the wish for it
+    at the same time.
 
     Args:
-        tensor_ranks: the ranks that hold the parts of a tensor-parallel model, and have one layout.
+        tensor_ranks: the tensor ranks, which have one layout.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class BucketPlanner:
         self._wanted_order: list[int] | None = None
 
     def start(self) -> None:
-        """A synchronised backward has reached its first parameter; one before it may have ended in an exception."""
+        """Begins to record a backward; an earlier one may have raised."""
         self._arrived.clear()
 
-    def note(self, param: int) -> None:
-        """A parameter's gradient has arrived, or another part of it."""
+    def record_arrival(self, param: int) -> None:
+        """Records that a parameter's gradient, or another part of it, has arrived."""
         self._arrived.append(param)
 
     def wants_other_order(self, layout: BufferLayout, deferred: Collection[int], needed: Sequence[bool]) -> bool:
         """Whether buckets could be launched earlier in the order in which gradients arrived on this rank.
 
         Args:
-            deferred: parameters whose bucket waits for the end of backward.
+            deferred: parameters whose bucket is launched at the end of backward.
             needed: by parameter, whether its bucket waits for its gradient.
         """
-        # One bucket is complete when the last gradient is there, in whichever order it is filled.
+        # A single bucket is complete with the last gradient in any order.
         if not self._arrived or len(layout.buckets) == 1:
             return False
-        arrived = [index for index in self._arrived if index not in deferred]  # what waits for the end goes last
+        arrived = [index for index in self._arrived if index not in deferred]  # deferred ones go last
         self._wanted_order = better_layout_order(layout, self._config, arrived, needed)
         return self._wanted_order is not None
 

@@ -1,23 +1,23 @@
-"""Weighs losses by how many tokens they are means over, so that the mean of their gradients is one over tokens.
+"""Weighs losses by the number of tokens that they are means over, so that gradients are those of a mean over tokens.
 
-[Note: averages by tokens]
-The mean over ranks and microbatches of mean losses is not the mean over tokens where batches are ragged. A loss of
-``n`` tokens is to have the weight ``n / mean(n)``, over all ranks and all microbatches that are reduced together.
-Equal counts change nothing, and neither does it matter whether the loss was divided by the number of microbatches.
+[Note: gradients of a mean over tokens]
+With ragged batches the mean over ranks and microbatches of mean losses is not the mean over tokens. A loss of ``n``
+tokens needs the weight ``n / mean(n)``, with the mean over all ranks and all microbatches that are reduced together.
+Equal counts change nothing, and it makes no difference whether the loss was divided by the number of microbatches.
 
-``mean(n)`` is known when the last backward has ended, and buckets leave before. So the gradient of each loss is
-multiplied by ``n / unit``, where its backward begins, and the reduced gradients once by ``unit / mean(n)``, when the
-ranks have exchanged their sums. All gradients of a loss have its weight then, also those that come to other ranks
-(experts, context parallelism), that layers add themselves, and of the earlier stages of a pipeline. The unit is a power
-of two that all ranks have, near the last mean: 16-bit gradients neither overflow nor vanish, and a resumed run, which
-begins with another unit, has the same bits. The first is between counts of samples and of tokens.
+``mean(n)`` is known at the end of the last backward, and buckets are sent before. So the gradient of each loss is
+multiplied by ``n / unit`` where its backward begins, and the reduced gradients once by ``unit / mean(n)``, when the
+ranks have exchanged their sums. Then all gradients of a loss have its weight: also those on other ranks (experts,
+context parallelism), those that layers add themselves, and those of earlier pipeline stages. The unit is a power of two
+near the last mean, the same on all ranks: 16-bit gradients neither overflow nor underflow, and a resumed run, which
+begins with another unit, has the same bits. The first unit is between counts of samples and of tokens.
 
-[Note: the window of a mean]
-A mean is over the backwards from where gradients were dropped to the one that is synchronised, as users mean it (not
-those that pooled gradients send under ``no_sync``). Gradients are final from there on, until they are stepped with or
-dropped. With a second synchronised backward before that, two means would have to become one, and users may want either:
-refused. So is a window with weighed losses and others. Each rank keeps a fault to itself until the ranks agree, and
-then all of them raise: one that raised alone would leave the others waiting.
+[Note: which losses one mean covers]
+A mean covers the backwards from the moment when gradients were dropped to the backward that the user synchronises (not
+those that pooled gradients send under ``no_sync``). From then on gradients are final, until they are used by a step or
+dropped. A second synchronised backward before that would need one mean of two, for which users may want either meaning:
+it is an error, and so is a window in which only some losses are weighed. A rank reports an error when the ranks agree,
+and then all raise it: if one rank raised, the others would wait for it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from ..collectives import Collectives, is_same_on_all_ranks
 from ..errors import LossTokensError
 
 _SUMS = struct.Struct("<dI")
-"""A rank's weights, and of how many losses."""
+"""The sum of a rank's weights, and the number of its losses."""
 
 _FIRST_UNIT = 2.0**8
-"""In the first window a gradient that is sent in fp16 overflows above 65,504 times this, over the number of tokens."""
+"""In the first window a gradient that is sent in fp16 overflows above 65,504 times this, divided by the number of
+tokens."""
 
 NONE, ALL = "counted none of its losses", "counted all of its losses"
 _SOME = "counted some of its losses and not others"
@@ -61,23 +62,23 @@ OTHER_TENSOR_RANKS = (
 
 
 class LossTokens:
-    """The window of one reducer's gradients: the weights of its losses, and what is wrong with them.
+    """The window of one reducer's gradients: the weights of its losses, and whether all were counted.
 
     Attributes:
         is_used: whether a loss was ever counted.
-        announced: the count of the next backward's loss, where the loss itself is to come.
-        unit: see [Note: averages by tokens].
+        announced: the count for the next backward, if it was announced before the loss.
+        unit: see [Note: gradients of a mean over tokens].
         open_unit: the unit of losses that are not corrected yet; None if there are none.
-        has_loss: whether the backward under way begins from a loss; a stage's may begin from its outputs.
-        is_of_batch: whether a window begins where :meth:`drop` is called, and nowhere else.
-        state: what this rank did in the window, in words; None before its first backward.
-        factor: of the last correction; 0.0 where there was nothing to correct.
+        has_loss: whether the running backward begins from a loss; that of a stage may begin from its outputs.
+        is_of_batch: whether a window begins only where :meth:`drop` is called.
+        state: a description of the window on this rank; None before its first backward.
+        factor: the factor of the last correction; 0.0 if there was none.
     """
 
     state: str | None
     open_unit: float | None
     _arrived: list[float]  # weights of losses whose backward is under way
-    _seen: list[tuple[int, int] | None]  # by parameter, after the last backward; see _look
+    _seen: list[tuple[int, int] | None]  # by parameter, after the last backward; see _versions
     _carried: set[int]  # frozen parameters with gradients of an earlier window
 
     def __init__(self, name: str) -> None:
@@ -91,44 +92,44 @@ class LossTokens:
         self._at_start: list[Any] | None = None
         self.drop()
 
-    def follow(self, buffers: GradBuffers) -> None:
-        """Gradients are in ``buffers`` from now on, perhaps of more parameters than those known so far."""
+    def set_buffers(self, buffers: GradBuffers) -> None:
+        """Sets the buffers of the gradients, perhaps with added parameters."""
         self._buffers = buffers
 
-    def move(self, buffers: GradBuffers) -> None:
-        """Gradients are in other buffers from now on; final ones stay final."""
-        self.follow(buffers)
+    def move_to(self, buffers: GradBuffers) -> None:
+        """Sets other buffers of the same gradients; final ones stay final."""
+        self.set_buffers(buffers)
         self.remember(is_final=self._is_final)
 
-    def follow_others(self, *, are_counted: bool) -> None:
-        """Takes part in :meth:`finish` where any rank has counted a loss."""
+    def learn(self, *, are_counted: bool) -> None:
+        """Makes this rank take part in :meth:`finish` if any rank has counted a loss."""
         self.is_used |= are_counted
         self._is_due |= are_counted
 
     def begin_use(self, *, is_open: bool) -> LossTokens:
-        """Losses are counted from now on; ``is_open``: gradients that are there are not final."""
+        """Begins to count losses; ``is_open``: present gradients are not final."""
         if not self.is_used:
-            self.is_used, self._seen = True, self._look()
+            self.is_used, self._seen = True, self._versions()
             self.state = NONE if is_open and any(grad is not None for grad in self._seen) else None
         return self
 
-    def take_announced(self) -> float | None:
-        """Returns the count that was announced for the next loss, once."""
+    def pop_announced(self) -> float | None:
+        """Removes and returns the count that was announced for the next loss."""
         count, self.announced = self.announced, None
         return count
 
     # --- one backward ------------------------------------------------------------------------------------------------
 
     def on_backward_start(self) -> None:
-        """The outermost graph has begun, and has reached no parameter yet."""
+        """Called when the outermost graph has begun, before it reaches a parameter."""
         if self.is_used:
-            self._at_start, params = self._look(), self._buffers.params
+            self._at_start, params = self._versions(), self._buffers.params
             left = (i for i, param in enumerate(params) if param.grad is not None and i not in self._buffers.zeroed)
             if self.state is _UNPREPARED and next(left, None) is None:
                 self._begin_window()
 
     def arrive(self, weight: float, unit: float) -> None:
-        """The backward of a loss of this weight has begun."""
+        """Called when the backward of a loss of this weight has begun."""
         self._arrived.append(weight)
         if any(param.requires_grad for param in self._buffers.params):
             self.open_unit = unit
@@ -138,17 +139,17 @@ class LossTokens:
         self._arrived = []
 
     def begin_backward(self) -> None:
-        """Begins a new window where the gradients of this one were dropped, or have become final and were used."""
+        """Begins a new window if the gradients of this one were dropped, or were final and have been used."""
         if not self.is_used or self.is_of_batch or self.state is _UNPREPARED:
             return
-        now, params = self._at_start or self._look(), self._buffers.params
-        # Frozen ones get nothing now: another optimizer's, which toggle_optimizer has put aside.
+        now, params = self._at_start or self._versions(), self._buffers.params
+        # Without frozen ones, which may belong to another optimizer (toggle_optimizer), and get nothing now.
         had = [i for i, grad in enumerate(self._seen) if grad is not None and params[i].requires_grad]
         kept = [i for i in had if now[i] is not None]
         if self._is_final:
             unused, were_counted = any(now[i] == self._seen[i] for i in kept), self.state is not NONE
             self._begin_window()
-            if unused:  # sums of plain means, which torch DDP has as well, may go on
+            if unused:  # without counted losses the sum of two means is allowed, as under torch DDP
                 self.state = _AFTER_A_SYNC if were_counted else NONE
         elif not kept:
             self._begin_window()
@@ -158,7 +159,7 @@ class LossTokens:
             self._carried = {i for i, grad in enumerate(now) if grad is not None and not params[i].requires_grad}
 
     def end_backward(self) -> None:
-        """A backward of the training has ended."""
+        """Called when a prepared backward has ended."""
         weights, self._arrived = self._arrived, []
         self._weights += sum(weights)
         self._num_losses += len(weights)
@@ -170,14 +171,16 @@ class LossTokens:
                 self.state = state if self.state in (None, state) else _SOME
 
     def end_another(self, *, is_kept: bool) -> None:
-        """A backward has ended that is none of the training; ``is_kept``: it has left gradients."""
+        """Called when a backward has ended that was not prepared; ``is_kept``: it has left gradients."""
         if is_kept and self._arrived:
             self.state = _UNPREPARED
         self._arrived, self._at_start = [], None
 
-    def _look(self) -> list[tuple[int, int] | None]:
-        """Returns by parameter numbers that change when it is stepped or its whole gradient is changed in place; None
-        where it has no gradient, or one that was zeroed since :meth:`remember`."""
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """Returns version counters by parameter: of the parameter, and of its gradient if that is not sharded.
+
+        None for a parameter without a gradient, or with one that was zeroed since :meth:`remember`.
+        """
         buffers = self._buffers
         return [
             None
@@ -187,10 +190,10 @@ class LossTokens:
         ]
 
     def remember(self, *, is_final: bool) -> None:
-        """Notes the gradients that a backward or a reduction has left; ``is_final``: for use by anybody."""
+        """Records the gradients after a backward or a reduction; ``is_final``: a step may use them."""
         if self.is_used:
             self._buffers.zeroed.clear()
-            self._seen, self._at_start, self._is_final = self._look(), None, is_final
+            self._seen, self._at_start, self._is_final = self._versions(), None, is_final
 
     def _begin_window(self) -> None:
         self.state = None
@@ -199,31 +202,31 @@ class LossTokens:
         self._carried = set()
 
     def drop(self) -> None:
-        """All gradients were dropped, those of a backward that broke off among them."""
+        """Begins a new window after all gradients were dropped, also those of a backward that raised."""
         self._begin_window()
         self._arrived, self._seen = [], []
         self.open_unit, self.factor = None, 0.0
 
     @property
     def counting(self) -> tuple[bool, bool]:
-        """Whether a loss of the window was counted, and whether one was not; both where there is another fault."""
+        """Whether a loss of the window was counted, and whether one was not; both for any other error."""
         return self.state not in (None, NONE), self.state not in (None, ALL)
 
     # --- reduced gradients -------------------------------------------------------------------------------------------
 
     def finish(self, collectives: Collectives, tensor_ranks: Collectives | None) -> None:
-        """Corrects reduced gradients to the mean over tokens. Collective, if there are any to be corrected.
+        """Corrects reduced gradients to the mean over tokens. Collective if there are any to correct.
 
         Raises:
-            LossTokensError: on all ranks, if ``tensor_ranks`` counted different tokens: what each of them has whole of
-                the model would be weighed otherwise on each, and part.
+            LossTokensError: on all ranks, if ``tensor_ranks`` counted different tokens: replicated parameters would get
+                different weights on each of them.
         """
         if not self._is_due:
             return
         self._is_due = False
         sums = _SUMS.pack(self._weights, self._num_losses)
         before, after = collectives.rank * len(sums), (collectives.size - collectives.rank - 1) * len(sums)
-        # Each rank has a place of its own, where the others send zeros: one exchange, and sums in the order of ranks.
+        # Each rank has bytes of its own, for which the others send zeros: one exchange, sums in the order of the ranks.
         every = bytes(collectives.max_of_bytes([*bytes(before), *sums, *bytes(after)]))
         if tensor_ranks is not None and not is_same_on_all_ranks(every, tensor_ranks):
             raise LossTokensError(OTHER_TENSOR_RANKS)
@@ -232,7 +235,7 @@ class LossTokens:
         self.remember(is_final=True)
 
     def finish_on_this_rank(self) -> None:
-        """Corrects gradients that were not reduced and are about to be used as they are.
+        """Corrects gradients that were not reduced, before a step uses them.
 
         Raises:
             LossTokensError: if the losses were not all counted.
@@ -246,7 +249,7 @@ class LossTokens:
     def _correct(self, weights: float, num_losses: int) -> None:
         unit = self.unit if self.open_unit is None else self.open_unit
         self._weights, self._num_losses, self.factor, self.open_unit = 0.0, 0, 0.0, None
-        # Without any token there is nothing to divide by, and every gradient is zero.
+        # Without any token every gradient is zero.
         if weights == 0.0:
             return
         self.factor = num_losses / weights
@@ -255,7 +258,7 @@ class LossTokens:
             self.scale(self.factor)
 
     def scale(self, factor: float) -> None:
-        """Multiplies this rank's gradients of the window."""
+        """Multiplies this rank's gradients of the window by ``factor``."""
         params = self._buffers.params
         counted = (i for i, param in enumerate(params) if param.requires_grad or i not in self._carried)
         if grads := self._buffers.local_grads(counted):
@@ -263,7 +266,7 @@ class LossTokens:
 
 
 def weigh(loss: Tensor, count: float, windows: Sequence[LossTokens]) -> None:
-    """Has the backward of ``loss``, a mean over ``count`` tokens, be that of a weighed loss, in all of the windows."""
+    """Weighs the backward of ``loss``, a mean over ``count`` tokens, in all windows."""
     refs = [weakref.ref(window) for window in windows]
 
     def on_grad(grad: Tensor) -> Tensor | None:
@@ -277,14 +280,14 @@ def weigh(loss: Tensor, count: float, windows: Sequence[LossTokens]) -> None:
             return None
         return grad * (count / unit) if count else torch.zeros_like(grad)
 
-    # On the loss itself: where a user goes on with the tensor from before, it is weighed as well.
+    # A hook on the loss itself also weighs a backward of the tensor that the user has kept.
     loss.register_hook(on_grad)
     if count == 0:
         _keep_zeros(loss)
 
 
 def _keep_zeros(loss: Tensor) -> None:
-    """Has the gradients of a loss that is multiplied by zero be zeros, also where it is a mean over nothing."""
+    """Makes gradients of a loss that is multiplied by zero zeros instead of NaN, for a mean over no elements."""
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -295,7 +298,7 @@ def _keep_zeros(loss: Tensor) -> None:
 
 
 def _without_nan(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-    # Infinite ones may be other ranks', by the loss of which this rank's part of the model has gradients as well.
+    # Infinite ones may come from other ranks' losses, which reach this rank's part of the model.
     return tuple(
         grad if grad is None or grad.layout != torch.strided else grad.nan_to_num(0.0, math.inf, -math.inf)
         for grad in grads
@@ -303,10 +306,10 @@ def _without_nan(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None,
 
 
 def read_count(num_tokens: float | Tensor) -> float:
-    """Reads what a user gave as a number of tokens.
+    """Returns a user's number of tokens as a float.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a number of tokens.
     """
     if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
         raise ValueError(f"num_tokens: expected one number, got a tensor of shape {tuple(num_tokens.shape)}")
@@ -317,7 +320,7 @@ def read_count(num_tokens: float | Tensor) -> float:
 
 
 def describe_counting(by_rank: Mapping[str, str]) -> str:
-    """Says what is wrong with a window, and what to do."""
+    """Returns the error message for a window in which not all losses were counted."""
     found = "; ".join(f"{rank} {state}" for rank, state in by_rank.items())
     return (
         f"gradients cannot be averaged by tokens: {found}. Count the tokens of every loss of a step on every rank, 0 "

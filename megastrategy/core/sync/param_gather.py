@@ -1,12 +1,12 @@
-"""Brings every rank all new weights: after the step it has those of its own shards only.
+"""All-gathers the new weights: after a step each rank has only those of its own shards.
 
-[Note: parameters that are waited for when they are read]
-With ``overlap_param_gather="forward"`` the gathers go on while user code does. Until a bucket is there, its parameters
-are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, makes plain parameters of
-them again, and does what was asked for. So the first read of a parameter waits, in a module's forward, in
-``state_dict``, ``deepcopy`` or an averaging callback; later reads notice nothing. It is how torch's own
-lazy modules turn into plain ones (``UninitializedParameter`` changes its class). Code that takes tensors without asking
-them (an extension's kernel) is served by a hook on the modules that hold the parameters, which stands as long.
+[Note: waiting for a parameter at its first read]
+With ``overlap_param_gather="forward"`` the gathers run while user code does. Until a bucket has arrived, its parameters
+are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, changes them back to
+plain parameters and then runs the operation. So the first read of a parameter waits, whether in a module's forward, in
+``state_dict``, ``deepcopy`` or an averaging callback, and later reads cost nothing. torch's own lazy modules use the
+same trick (``UninitializedParameter`` changes its class). Code that does not dispatch on the tensor's class (a kernel
+of an extension) is covered by a hook on the modules that hold the parameters.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ..wire import add_changes_, wire_span
 
 
 class ParamGather:
-    """All-gathers the parameter buckets, in place in ``buffers`` (which belong to the wrapped model).
+    """All-gathers the parameter buckets, in place in ``buffers``.
 
     Attributes:
-        missing: the buckets whose last gather failed, and of which other ranks' shards may be those before the step.
+        missing: the buckets whose last gather failed: other ranks' shards may have the values before the step.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class ParamGather:
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
-        self._sent_changes: dict[int, Spans | None] = {}  # by bucket, as which parts its change is on the way
+        self._sent_changes: dict[int, Spans | None] = {}  # by bucket, the spans of a change that is under way
         self._loops_stream: Any = None  # on which the gathers were started
         self.missing: set[int] = set()
-        self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
+        self._bucket_of: dict[int, int] = {}  # by id of a parameter that has not arrived yet
         self._classes: dict[type[Parameter], type[Parameter]] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
         self._holders: dict[int, list[nn.Module]] = {}  # by bucket
         self._is_scripted = False
-        self._num_held = -1  # parameters, when these were found
+        self._num_held = -1  # number of parameters at the last search
         self._lock = threading.RLock()  # any thread may read a parameter first
 
     def start(self, bucket: int, spans: Spans | None = None, *, exact: bool = False) -> None:
         """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
 
-        The last buckets hold the first layers, which the next forward needs first: start them first.
+        The last buckets contain the first layers, which the next forward needs first: start them first.
 
         Args:
-            spans: what each rank has of it; None for equal parts, of which each has its own.
-            exact: whether weights are sent also where changes of them would be.
+            spans: by rank, the elements that it sends; None for equal parts.
+            exact: whether to send weights although changes of weights are usually sent.
         """
         self._emit(EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
@@ -80,58 +80,58 @@ class ParamGather:
             )
         self.missing.discard(bucket)
 
-    def follow(self, buffers: ParamBuffers) -> None:
-        """The parameters have moved, while no gather was under way."""
-        assert not self._handles, "a gather would write where the parameters were"
+    def set_buffers(self, buffers: ParamBuffers) -> None:
+        """Sets the buffers to which the parameters have moved, while no gather was under way."""
+        assert not self._handles, "a gather would write to the old memory of the parameters"
         self._buffers, self._num_held = buffers, -1
-        if self.missing:  # what they have went to other buckets
+        if self.missing:  # their elements are in other buckets now
             self.missing = {bucket.index for bucket in buffers.layout.buckets}
 
     def finish(self) -> None:
-        """Returns when all parameters are whole (on CUDA: for work queued from now on).
+        """Waits until all parameters have arrived (on CUDA: for work that is queued from now on).
 
         Raises:
             CollectiveError: if a gather failed.
         """
         self._wait_for(list(self._handles))
 
-    def defer(self) -> None:
-        """Makes the first read of a parameter from now on wait for its bucket."""
-        # Walking the modules takes milliseconds, so only after parameters have joined.
+    def wait_on_first_read(self) -> None:
+        """Makes the first read of each parameter wait for its bucket."""
+        # A walk of the modules takes milliseconds, so only after parameters were added.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
         if self._is_scripted or self._buffers.has_shared_params:
-            self.finish()  # these read parameters unseen
+            self.finish()  # their reads of parameters cannot be noticed
         for bucket in self._handles:
             for param in self._params_of(bucket):
                 self._bucket_of[id(param)] = bucket
-                # The object stays, in the module and in every optimizer: only what its operations do has changed.
+                # The object stays the same in the module and in optimizers; only its operations change.
                 param.__class__ = self._awaited(type(param))
             for module in self._holders.get(bucket, ()):
-                # A module may hold parameters of several buckets; prepended, since a hook of the user's may read them.
+                # Once, since a module may hold parameters of several buckets; first, since users' hooks may read them.
                 if id(module) not in self._hooks:
                     self._hooks[id(module)] = module.register_forward_pre_hook(self._before_module, prepend=True)
 
     def before_forward(self) -> None:
-        """The wrapped module's forward comes. What torch.compile made is specialised on the parameters' class."""
+        """Waits before a forward if torch.compile is in use: compiled code depends on the parameters' class."""
         if self._handles and _uses_dynamo():
             self.finish()
 
     def finish_params(self, params: Iterable[Tensor]) -> None:
-        """Returns when these parameters are whole."""
+        """Waits until these parameters have arrived."""
         buckets = {bucket for param in params if (bucket := self._bucket_of.get(id(param))) is not None}
         self._wait_for(sorted(buckets, reverse=True))
 
     def _wait_for(self, buckets: Sequence[int]) -> None:
-        # Without the lock: most parameters that are read are not on their way.
+        # Without the lock: most parameters that are read have arrived.
         if not buckets:
             return
         with self._lock:
-            # Looked at again under the lock: another thread may have waited for it meanwhile.
-            self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
+            # Checked again under the lock: another thread may have waited for it.
+            self._wait_locked([bucket for bucket in buckets if bucket in self._handles])
 
-    def _wait_alone(self, buckets: Sequence[int]) -> None:
-        """Waits on the stream of the first reader, and on the loop's: after this, no other read waits."""
+    def _wait_locked(self, buckets: Sequence[int]) -> None:
+        """Waits on the reader's stream and on the training loop's, since no later read will wait."""
         self._emit(EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
@@ -139,15 +139,15 @@ class ParamGather:
                     self._handles[bucket].wait()
                     self._add_changes(bucket)
                     self._buffers.copy_to_shared_params(bucket)
-                    # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
-                    # loop to read, in its next forward, weights that its own stream has not waited for.
+                    # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
+                    # forward would otherwise read weights for which its own stream has not waited.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)
                     if reader != self._loops_stream:
                         self._loops_stream.wait_stream(reader)
-                    # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
+                    # Removed only now: after a failed wait it counts as missing, which a save checks.
                     self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                     self._make_plain(bucket)
-        except CollectiveError:  # those behind it will not arrive either, and code that caught it may clean up
+        except CollectiveError:  # later buckets will not arrive either
             pending, self._handles = list(self._handles), {}
             self.missing.update(pending)
             for bucket in pending:
@@ -157,7 +157,7 @@ class ParamGather:
             self._emit(EventKind.WAIT_END, 1)
 
     def _add_changes(self, bucket: int) -> None:
-        """Adds what others sent of their changes to the weights, which have this rank's own already."""
+        """Adds the changes that other ranks have sent to the weights, which contain this rank's own already."""
         if bucket not in self._sent_changes:
             return
         spans, rank = self._sent_changes.pop(bucket), self._collectives.rank
@@ -170,7 +170,7 @@ class ParamGather:
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):
-            # Other code with the same trick may have replaced its class meanwhile; that one stays.
+            # A class that other code has assigned meanwhile stays.
             if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
                 param.__class__ = type(param)._plain  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
@@ -194,7 +194,7 @@ class ParamGather:
         self._is_scripted = False
         for module in self._module.modules():
             self._is_scripted |= isinstance(module, torch.jit.ScriptModule)
-            # Its own parameters alone: children have hooks of their own, and wait for no more than they read.
+            # Only its own parameters: children have hooks of their own, and wait only for their parameters.
             for bucket in {bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of}:
                 self._holders.setdefault(bucket, []).append(module)
         self._num_held = len(self._buffers.params)
@@ -203,7 +203,7 @@ class ParamGather:
         if plain not in self._classes:
             members = {"_plain": plain, "_gather": self, "__slots__": ()}
             metaclass: Any = type(plain)
-            # A class for each class: isinstance checks of the user's (and of torch's own lazy modules) go on to hold.
+            # One per class, so that isinstance checks of user code and of torch's lazy modules still hold.
             self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
         return self._classes[plain]
 
@@ -213,7 +213,7 @@ class ParamGather:
 
 
 class _Awaited:
-    """A parameter whose bucket is on its way; see the note above."""
+    """A parameter whose bucket has not arrived; see [Note: waiting for a parameter at its first read]."""
 
     __slots__ = ()
     _plain: type[Parameter]
@@ -225,14 +225,14 @@ class _Awaited:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READS_NO_ELEMENT:
-            # Else the getter would come back here.
+            # Otherwise the getter would be dispatched here again.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         awaited = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Awaited)]
         for leaf in awaited:
-            if isinstance(leaf, _Awaited):  # else the one before it has finished the bucket of both
+            if isinstance(leaf, _Awaited):  # an earlier leaf of the same bucket may have finished it
                 leaf._finish()
-        if not awaited:  # in a container that is no pytree, such as a subclass of list
+        if not awaited:  # it is in a container that is no pytree, such as a subclass of list
             for kind in types:
                 if issubclass(kind, _Awaited):
                     kind._gather.finish()
@@ -240,12 +240,12 @@ class _Awaited:
 
     def _finish(self) -> None:
         self._gather.finish_params([self])  # type: ignore[list-item]
-        if isinstance(self, _Awaited):  # made by other code from a parameter's class
+        if isinstance(self, _Awaited):  # user code has created it from a parameter's class
             self.__class__ = type(self)._plain  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._finish()
-        return self.__deepcopy__(memo)  # of the class that it has now
+        return self.__deepcopy__(memo)  # of its present class
 
 
 _GRAD: Any = Tensor.grad
@@ -255,8 +255,8 @@ _DTYPE: Any = Tensor.dtype
 _READS_NO_ELEMENT = frozenset(
     (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__, _DEVICE.__get__, _DTYPE.__get__)
 )
-"""Questions that loops ask of every parameter between steps; and models of their first one, in their forward, to put
-their inputs there."""
+"""Attributes that training loops read of every parameter between steps, and models of their first one in a forward, to
+move inputs to its device."""
 
 
 def _uses_dynamo() -> bool:

@@ -1,37 +1,36 @@
-"""Reduces buckets as the hooks of their parameters tell that gradients are ready.
+"""Reduces each bucket as soon as the hooks of all its parameters have fired.
 
-[Note: one synchronised backward]
-Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank
-launches the same collectives in the same order, whatever order its gradients arrive in. When the outermost backward
-has ended (backward's [Note: the outermost graph]), the buckets that are left (some of their parameters were unused on
-this rank) are launched too, the ranks agree on what was used, and all reductions are waited for: gradients are final
+[Note: when a bucket is launched]
+Hooks count the gradients of a bucket. A complete bucket is launched when all buckets before it have been launched, so
+every rank launches the same collectives in the same order, whatever the order of its gradients. When the outermost
+backward has ended (backward's [Note: when a backward has ended]), the remaining buckets are launched, with parameters
+that were unused on this rank. The ranks agree on the used parameters and wait for all reductions: gradients are final
 when ``backward()`` returns.
 
-[Note: gradients that come twice]
-A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If
-the second part comes when the bucket is already on the wire, it lands in a tensor of its own (``GradBuffers.seal``
-has taken the view away), the ranks agree that the bucket is late, and it is reduced once more with the rest added:
-same mean, nothing lost. From then on this rank launches that bucket only at the end of backward. A launch order that
-is fixed is what makes this a local decision.
+[Note: why a late gradient is not lost]
+A parameter of two re-entrant checkpoints gets its gradient in two parts, and no count can know this in advance. If the
+second part arrives when the bucket is on the wire, autograd stores it in a tensor of its own, since
+``GradBuffers.seal`` has removed the view. The ranks agree that the bucket is late, and reduce it once more with the
+second part added: the mean is the same. From then on this rank launches the bucket only at the end of backward. This is
+a local decision, since the order of launches is fixed.
 
 [Note: which backward synchronises]
-As in torch DDP it is the first one after a forward of the wrapper that trains and ends outside ``no_sync``, whatever
-comes in between: a forward under ``no_sync``, or a validation. The backwards that follow, until the next such forward,
-are not. Where the wrapper's forwards were under ``no_sync``, gradients accumulate in the buffers, and a sharded step
-reduces them; pooled ones cannot accumulate on a rank, and are sent. A backward that no forward of the wrapper prepared
-(of the module by itself for a saliency map, of a loss for the second time) belongs to user code, perhaps on one rank
-only. The engine leaves its gradients in ``.grad`` as autograd does, a stand-in's aside, and sends nothing. The next
-backward that is prepared takes in what is still there, and so does a sharded step: all ranks step the mean.
+As in torch DDP it is the first backward after a forward of the wrapper that trains and ends outside ``no_sync``,
+whatever comes between the two: a forward under ``no_sync``, or a validation. Further backwards until the next such
+forward do not synchronise. If the wrapper's forwards were under ``no_sync``, gradients accumulate in the buffers, and a
+sharded step reduces them; pooled gradients cannot accumulate on a rank, and are sent. A backward that no forward of the
+wrapper prepared (of the module itself for a saliency map, or of a loss for the second time) belongs to user code,
+perhaps on one rank only. The engine leaves its gradients in ``.grad`` (or in a stand-in), and sends nothing. The next
+backward that is prepared, or a sharded step, includes the gradients that are still there: all ranks step the mean.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..buffers import FiniteCheck, GradBuffers, has_unreduced, inside_backward, inside_node, late_grad
 from ..collectives import Collectives
@@ -61,22 +60,23 @@ class Reducer:
     """Reduces the gradients of one wrapped module.
 
     Args:
-        collectives: all ranks, which agree on what was used.
-        shard_collectives: how buckets are reduced.
-        should_sync: asked when a backward starts, with what forwards have prepared.
-        backwards: reports where backwards begin and end, to the engine.
-        planner: watches the first synchronised backward for better buckets; None where none are wanted.
-        tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
+        collectives: all data-parallel ranks, which agree on the used parameters.
+        shard_collectives: the ranks that divide the elements of buckets.
+        should_sync: called when a backward starts, with the decision of the forwards before it.
+        backwards: reports to the engine where backwards begin and end.
+        planner: proposes an order of buckets after the first synchronised backward; None for none.
+        tensor_ranks: the tensor ranks, which reject a backward together.
 
     Attributes:
-        backwards: refers to the engine that it belongs to.
-        batch: whether reductions are waited for at the end of a batch; None for at the end of each backward.
+        batch: None unless reductions are waited for at the end of a batch of several backwards.
+        microbatch: the number of the microbatch, if the training loop counts them. Gradients of different ones are
+            never mixed.
+        num_reductions: by parameter, the reductions of its gradient so far, the same on all ranks.
+        tokens: the window of losses that are weighed by tokens.
     """
 
     def __init__(
         self,
-        layout: BufferLayout,
-        params: Sequence[Parameter],
         buffers: GradBuffers,
         collectives: Collectives,
         shard_collectives: Collectives,
@@ -88,12 +88,11 @@ class Reducer:
         tensor_ranks: Collectives | None = None,
     ) -> None:
         self.buffers = buffers
-        self._params: list[Parameter] = []
         self._collectives, self._tensor_ranks = collectives, tensor_ranks
         self._config, self._should_sync, self._listener = config, should_sync, listener
 
         self._phase = BackwardPhase.IDLE
-        self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
+        self._is_unfinished = False  # from the end of backward (or a step) until all is reduced, and after errors
         self._prepared = Preparation()
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
@@ -105,41 +104,42 @@ class Reducer:
             lambda device: collectives.wait_for_device(device, "a collective before check_for_nan_in_grad"),
         )
         self.microbatch = 0
-        """Counted by the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
-        """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
         self._has_local_grads = self._has_agreed = False
         self.batch: DeferredBatch | None = None
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self.tokens = LossTokens(name_of(collectives, tensor_ranks))
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
-        self.extend(layout, params)
+        self.extend()
         self._planner = planner
 
-    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
-        """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
-        first = len(self._params)
-        self.layout = layout
-        self._params += params[first:]
-        self._used.extend(len(params))
-        self.num_reductions += [0] * (len(params) - first)
-        self._bucket_of = [slot.bucket for slot in layout.slots]
-        self._has_local_grads |= any(self.buffers.has_grad[first:])
-        self._planner = None  # what has joined lies apart, and stays there
-        self.tokens.follow(self.buffers)
-        self._accumulators.extend(params[first:])
-        self._hooks.extend(params[first:])
+    @property
+    def _layout(self) -> BufferLayout:
+        return self.buffers.layout
 
-    def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
-        """Everything has moved to another layout, between two backwards."""
+    def extend(self) -> None:
+        """Registers hooks for parameters that have joined the buffers."""
+        known = len(self.num_reductions)
+        joined = self.buffers.params[known:]
+        self._used.extend(len(joined))
+        self.num_reductions += [0] * len(joined)
+        self._bucket_of = [slot.bucket for slot in self._layout.slots]
+        self._has_local_grads |= any(self.buffers.has_grad[known:])
+        self._planner = None  # buckets of added parameters are the last ones, and stay there
+        self.tokens.set_buffers(self.buffers)
+        self._accumulators.extend(joined)
+        self._hooks.extend(joined)
+
+    def move_to(self, buffers: GradBuffers) -> None:
+        """Continues in buffers with another layout of the same parameters, between two backwards."""
         assert not self._launched.num, "nothing is on the wire"
-        self.layout, self.buffers = layout, buffers
-        self.tokens.move(buffers)
-        self._bucket_of = [slot.bucket for slot in layout.slots]
+        self.buffers = buffers
+        self.tokens.move_to(buffers)
+        self._bucket_of = [slot.bucket for slot in self._layout.slots]
 
     def close(self) -> None:
-        """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
+        """Removes the hooks, without waiting for reductions: after an error on another rank they might never end."""
         self.abort_unfinished()
         self._hooks.remove()
         self._launched.forget()
@@ -147,7 +147,7 @@ class Reducer:
         self.tokens.is_used = False
 
     def abort_unfinished(self) -> None:
-        """Ends on the device what a backward that failed had launched there: it may wait for a rank that is gone."""
+        """Ends reductions of a backward that failed, on the device: they may wait for a rank that is gone."""
         self._launched.abort()
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -158,23 +158,23 @@ class Reducer:
         self._prepared.replace(syncs=True)
 
     def before_forward(self) -> None:
-        """A forward starts."""
+        """Called before a forward."""
         if self._phase is not BackwardPhase.IDLE:
-            self._prepared.clear()  # for a backward that broke off, and is not tried again
+            self._prepared.clear()  # it was for a backward that raised and is not repeated
         self.drop_unfinished()
-        self._hooks.stay_last()
-        self._accumulators.follow_stream()
-        self.backwards.forget()
+        self._hooks.move_to_end()
+        self._accumulators.update_stream()
+        self.backwards.reset()
 
     def update_swapped_params(self) -> None:
-        """Watches parameters again inside of which torch has put another tensor since the last forward."""
+        """Restores hooks and nodes of parameters whose inner tensor torch has swapped since the last forward."""
         if swapped := self.buffers.update_swapped_params():
-            self._hooks.revive([self._params[index] for index in swapped])
-            self._accumulators.retake()
+            self._hooks.restore([self.buffers.params[index] for index in swapped])
+            self._accumulators.recreate()
 
     def drop_unfinished(self) -> None:
-        """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
-        if not self._is_in_batch:  # whose reductions are on their way
+        """Drops gradients of a backward that raised, after its reductions have ended; never inside of a batch."""
+        if not self._is_in_batch:
             self._drop_unfinished()
 
     def _drop_unfinished(self) -> None:
@@ -183,25 +183,25 @@ class Reducer:
             for _ in self._launched.wait():
                 pass
             self._late.clear()
-            self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
+            self._nonfinite.clear()  # otherwise the next backward would be rejected for dropped gradients
             self._has_local_grads = False
             self.buffers.drop_unfinished()
             self.tokens.drop()
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
-        """A forward ended whose backward shall be synchronised or not."""
+        """Called after a forward that trains; ``sync``: whether its backward is synchronised."""
         self._prepared.add(syncs=sync)
-        if not inside_backward():  # a checkpoint's forward starts the inner graph, which ends too early
+        if not inside_backward():  # the outputs of a checkpoint's forward are in an inner graph, which ends too early
             self.watch(outputs)
 
     def prepare(self, outputs: Any, sync: bool) -> None:
-        """The next backward starts from tensors in ``outputs``, and shall be synchronised or not."""
+        """Prepares the next backward, which starts from tensors in ``outputs``, to be synchronised or not."""
         self._prepared.replace(syncs=sync)
         self.watch(outputs)
 
     @contextlib.contextmanager
     def backwards_inside_forward(self) -> Iterator[None]:
-        """Every backward in the block is one of the training; afterwards, none is prepared."""
+        """Counts every backward in the block as prepared; afterwards none is."""
         self._prepared.inside_forward = True
         try:
             yield
@@ -210,23 +210,24 @@ class Reducer:
             self._prepared.clear()
 
     def watch(self, outputs: Any) -> None:
-        """A backward may start from tensors in ``outputs``."""
-        self.backwards.look_at(outputs)
+        """Reports a backward that starts from tensors in ``outputs``."""
+        self.backwards.watch(outputs)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def on_backward_start(self) -> None:
-        """A backward has begun that a forward's outputs tell of."""
-        self._hooks.stay_last()
+        """Called when a backward has begun at the outputs of a forward."""
+        self._hooks.move_to_end()
         if self._phase is BackwardPhase.IDLE:
             self.tokens.on_backward_start()
             self.buffers.start_main_grads()
         self._emit(EventKind.BACKWARD_START, 0)
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
+        """Called by the hook of a parameter."""
         bucket = self._bucket_of[index]
         if self._phase is BackwardPhase.IDLE:
-            # A layer that adds to the buffer itself has done so, prepared or not.
+            # A layer that adds to the buffer itself has done so in a backward that is not prepared, too.
             if not (self._prepared or self.buffers.main_grads):
                 self._unprepared.add(index)
                 return
@@ -240,7 +241,7 @@ class Reducer:
         is_first = self._used.add(index)
         syncs = self._phase is BackwardPhase.SYNCHRONISING
         if syncs and self._planner is not None:
-            self._planner.note(index)
+            self._planner.record_arrival(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
         if syncs and is_first:  # two parts of one gradient are not two gradients
@@ -252,25 +253,25 @@ class Reducer:
         self._ends_window = self._should_sync(self._prepared.decision)
         syncs = self._ends_window or self.buffers.reduces_every_backward
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
-        self._used.begin_backward(self._params)
+        self._used.begin_backward(self.buffers.params)
         needed = self._used.is_needed
-        # A bucket with a gradient that came in two parts before expects one too many, so that it waits for the end.
+        # A bucket that ever had a late gradient expects one too many, so that it is launched at the end.
         deferred = {self._bucket_of[index] for index in self._late.deferred}
-        self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
+        self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self._layout.buckets]
         self._has_local_grads = True
         self.tokens.begin_backward()
         self._unprepared.clear()
         if syncs and self._planner is not None and not (self.batch is not None and self.batch.has_synced):
             self._planner.start()
         self.buffers.open()
-        if not self.backwards.knows_outermost():
+        if not self.backwards.expects_end:
             self._emit(EventKind.BACKWARD_START, 0)
             self.backwards.expect_end()
 
     def on_backward_end(self) -> BufferLayout | None:
-        """Sends what is left, or leaves it to accumulate. Returns as :meth:`finish_grad_sync`."""
+        """Sends the remaining buckets, or lets gradients accumulate. Returns as :meth:`finish_grad_sync`."""
         self.buffers.finish_main_grads()
-        # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
+        # A graph and a graph nested in it may both have queued this: the first call does the work.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             self.tokens.end_another(is_kept=bool(self._unprepared))
             return None
@@ -289,7 +290,7 @@ class Reducer:
     def _end_synchronised(self) -> BufferLayout | None:
         if (batch := self.batch) is not None and batch.is_open:
             batch.has_synced = not self.buffers.reduces_every_backward
-            # Pooled gradients are reduced after every backward, and nothing but the last reduction may be left.
+            # Pooled gradients are reduced after every backward; only the last reduction may be left to finish_batch().
             if self._ends_window:
                 return None
         try:
@@ -298,7 +299,7 @@ class Reducer:
             if batch is None or not batch.is_open:
                 raise
             self._drop_unfinished()
-            batch.refusal = batch.refusal or refusal  # other ranks wait for the rest of the batch
+            batch.refusal = batch.refusal or refusal  # raised at the end: other ranks wait for the rest of the batch
             return None
         self._is_unfinished = False
         return wanted
@@ -311,24 +312,24 @@ class Reducer:
 
     @property
     def would_sync(self) -> bool:
-        """Whether a backward would be synchronised that no forward has decided about."""
+        """Whether a backward inside of a forward would be synchronised now."""
         return self._should_sync(None)
 
     def begin_batch(self, batch: DeferredBatch) -> None:
-        """The backwards from here on launch reductions, and leave it to :meth:`finish_batch` to wait for them."""
+        """Begins a batch: :meth:`finish_batch` waits for the reductions that its backwards launch."""
         batch.begin()
-        self.tokens.is_of_batch = True  # a bucket that is on its way has no gradients, and they are not dropped
+        self.tokens.is_of_batch = True  # buckets on the wire have no gradients, which does not end the window
         self.tokens.drop()
 
     def finish_batch(
         self, batch: DeferredBatch, copies: ModelGroup
     ) -> tuple[BufferLayout | None, MegastrategyError | None]:
-        """As :meth:`finish_grad_sync`, also where no backward came here: ranks that wait for this one get zeros.
+        """As :meth:`finish_grad_sync`, also if no backward has reached this rank, which then sends zeros.
 
-        Returns also the error with which all data-parallel ranks refuse the gradients, if they do.
+        Returns also the error with which all data-parallel ranks reject the gradients, if they do.
         """
         batch.is_open = False
-        self._has_local_grads |= bool(self._params)
+        self._has_local_grads |= bool(self.buffers.params)
         try:
             wanted = self.finish_grad_sync(copies)
         except _REFUSALS as refusal:
@@ -340,14 +341,14 @@ class Reducer:
         self.buffers.check_late_main_grad(index)
         if not self._used.are_exchanged:
             raise BucketInFlightError(
-                f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
+                f"parameter {self._layout.params[index].name!r}: a second gradient arrived in one backward after "
                 f"bucket {bucket} had been launched (a second backward inside the first, or a layer used by two "
                 "re-entrant checkpoints). Leave find_unused_parameters on and static_graph off, so that the ranks "
                 "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
             )
         self._late.add(index)
         if self._planner is not None:
-            self._planner.note(index)
+            self._planner.record_arrival(index)
 
     # --- averages by tokens ------------------------------------------------------------------------------------------
 
@@ -355,8 +356,8 @@ class Reducer:
         """Returns the window that counts losses.
 
         Raises:
-            LossTokensError: if the others, with which nothing is agreed on any more, would not know of it, or in a
-                model whose losses are all inside of a batch, outside of one.
+            LossTokensError: if the ranks do not exchange anything any more and could not learn of it; and outside of a
+                batch, if the model's losses are inside of batches.
         """
         if self.batch is not None and not self.batch.is_open:
             raise LossTokensError(self.batch.why_not_counted)
@@ -368,55 +369,55 @@ class Reducer:
 
     @property
     def has_local_grads(self) -> bool:
-        """Whether something is accumulated of which nothing was sent."""
+        """Whether gradients have accumulated, and none of them was sent."""
         return self._has_local_grads and not self._launched.num
 
     def finish_grad_sync(self, copies: ModelGroup | None = None) -> BufferLayout | None:
-        """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
+        """Reduces accumulated gradients and waits; after a synchronised backward there is nothing to do.
 
-        Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+        Collective: all ranks call it in the same state, after the same number of synchronised backwards.
 
         Args:
-            copies: adds up the gradients of parameters that ranks of other stages have as well.
+            copies: adds up the gradients of parameters that other stages have as well.
 
         Returns:
-            The layout that everything should move to now, the same on all ranks; None to stay in the present one.
+            The layout to move to now, the same on all ranks; None to keep the present one.
 
         Raises:
             CollectiveError: if a reduction failed, most often because another rank ended.
-            UnusedParameterError: if a parameter has no gradient against what the configuration promises.
+            UnusedParameterError: if a parameter has no gradient although the configuration promises one.
         """
-        self._take_in_unprepared()
+        self._include_unprepared()
         if not self._has_local_grads:
-            self.tokens.finish(self._collectives, self._tensor_ranks)  # of pooled gradients, which all are reduced
+            self.tokens.finish(self._collectives, self._tensor_ranks)  # for pooled gradients, which are reduced already
             return None
-        # Pooled gradients of a backward under no_sync() are not; those that a step asks for are.
+        # Not final: pooled gradients of a backward under no_sync(), unless a step reduces them.
         is_final = self._ends_window or not (self._is_unfinished and self.buffers.reduces_every_backward)
         self._used.check_promises(self.buffers, self._collectives.rank)
         self._is_unfinished, copies = True, copies or ModelGroup()
-        while self._launched.num < len(self.layout.buckets):  # used here or not: all ranks launch the same
+        while self._launched.num < len(self._layout.buckets):  # all ranks launch all buckets
             self._launch(self._launched.num)
         self._emit(EventKind.WAIT_START, 0)
         self._phase = BackwardPhase.WAITING
         try:
             with profiler_range("wait for gradients"):
-                # Before anything is published: what .grad becomes depends on what other ranks used.
+                # Before gradients are published: .grad depends on the parameters that other ranks used.
                 try:
                     late_buckets, moves = self._agree()
                 except MegastrategyError:
-                    # The ranks with copies wait for those of this one, and learn of the refusal afterwards.
-                    copies.agree_on_copies(self._params, list(self.buffers.has_grad))
-                    copies.add_up_copies(self._params, self.buffers.local_bucket_of)
+                    # The ranks with copies wait for this one, and learn of the error afterwards.
+                    copies.agree_on_copies(self.buffers.params, list(self.buffers.has_grad))
+                    copies.add_up_copies(self.buffers.params, self.buffers.local_bucket_of)
                     raise
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
-                copies.agree_on_copies(self._params, self.buffers.has_grad)
+                copies.agree_on_copies(self.buffers.params, self.buffers.has_grad)
                 for bucket in self._launched.wait():
-                    self._late.detach(self.layout.buckets[bucket], self.buffers)
+                    self._late.detach(self._layout.buckets[bucket], self.buffers)
                     self.buffers.publish(bucket)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                copies.add_up_copies(self._params, self.buffers.local_bucket_of)
+                copies.add_up_copies(self.buffers.params, self.buffers.local_bucket_of)
                 if is_final:
                     self.tokens.finish(self._collectives, self._tensor_ranks)
             self._used.note_reduced(self.buffers.has_grad)
@@ -427,17 +428,17 @@ class Reducer:
             self._nonfinite.clear()
             self._has_local_grads = False
         planner, self._planner = self._planner, None
-        # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
-        wanted = planner.finish(self.layout, moves=moves) if planner is not None else None
+        # Gradients are final and nothing is on the wire: the only moment at which all ranks can move.
+        wanted = planner.finish(self._layout, moves=moves) if planner is not None else None
         self.tokens.remember(is_final=is_final)
         self._is_unfinished = False
         return wanted
 
     def is_local(self, index: int) -> bool:
-        """Whether a backward that no forward prepared has left a gradient of the parameter on this rank."""
+        """Whether the parameter has a gradient of a backward that no forward prepared, on this rank only."""
         return index in self._unprepared and has_unreduced(self.buffers.params[index])
 
-    def _take_in_unprepared(self) -> None:
+    def _include_unprepared(self) -> None:
         local = [index for index in self._unprepared if self.is_local(index)]
         self._unprepared.clear()
         if not local:
@@ -461,26 +462,27 @@ class Reducer:
             self._launched.launch(bucket, self.buffers)
 
     def _agree(self) -> tuple[list[int], bool]:
-        """Makes ``has_grad`` say what any rank used. Returns the buckets in which any rank has late gradients, and
-        whether any wants another order of buckets.
+        """Sets ``has_grad`` of the parameters that any rank used.
+
+        Returns the buckets in which any rank has late gradients, and whether any rank wants another order of buckets.
 
         Raises, on all ranks alike:
             MicrobatchMismatchError: if the ranks are not at the same microbatch.
             NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
-            LossTokensError: if losses were counted by tokens in part.
+            LossTokensError: if only some losses were counted by tokens.
         """
         agrees = self._used.are_exchanged
         has_grad = self.buffers.has_grad
-        # A static graph publishes what any rank used in its first backward: a rank that used less of it gets the mean
-        # all the same.
+        # With a static graph gradients are published for all parameters that any rank used in its first backward: a
+        # rank without a gradient gets the mean as well.
         if not agrees and self._used.of_static_graph is not None:
             has_grad[:] = self._used.of_static_graph
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(
-            self.layout, self._late.deferred, self._used.is_needed
+            self._layout, self._late.deferred, self._used.is_needed
         )
-        # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
-        # tokens is known alike only after an exchange, so the first backward has one.
+        # Either all ranks exchange or none does, so this depends only on facts that are the same on all ranks. Whether
+        # losses are counted by tokens is the same only after an exchange, so the first backward has one.
         if not (self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed):
             return [], False
         used = self._used.unreduced(self.buffers)
@@ -488,10 +490,10 @@ class Reducer:
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view
             late = {index: part_of(late_grad(self.buffers.params[index])) for index in self._late.params}
-            self._nonfinite.check_grads(late, self.layout)
+            self._nonfinite.check_grads(late, self._layout)
         agreement = Agreement(
             used=list(has_grad),
-            late=[bucket.index in late_buckets for bucket in self.layout.buckets],
+            late=[bucket.index in late_buckets for bucket in self._layout.buckets],
             microbatch=self.microbatch,
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
@@ -499,10 +501,10 @@ class Reducer:
         ).over_ranks(self._collectives, self._tensor_ranks)
         if agreement.is_refused:
             own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self.tokens.state)
-            self.drop_unfinished()  # shards that sums are added to would keep what is not finite
+            self.drop_unfinished()  # otherwise non-finite numbers would stay in the sums of shards
             raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True
-        self.tokens.follow_others(are_counted=agreement.counting[0])
+        self.tokens.learn(are_counted=agreement.counting[0])
         if not agrees:
             return [], agreement.wants_other_order
         has_grad[:] = agreement.used
@@ -510,13 +512,13 @@ class Reducer:
         return [bucket for bucket, flag in enumerate(agreement.late) if flag], agreement.wants_other_order
 
     def _must_agree(self) -> bool:
-        """Whether every synchronised backward ends with an exchange."""
+        """Whether every synchronised backward ends with an exchange between ranks."""
         return self._used.are_exchanged or self._config.check_for_nan_in_grad
 
     def _reduce_again(self, bucket: int) -> None:
-        """Adds late gradients to a reduced bucket, on ranks that have some, and reduces it once more, on all."""
+        """Adds this rank's late gradients to a reduced bucket, and reduces it once more, as all ranks do."""
         buffers = self.buffers
-        buffers.add_to_reduced(bucket, self._late.pop(self.layout.buckets[bucket]))
+        buffers.add_to_reduced(bucket, self._late.pop(self._layout.buckets[bucket]))
         buffers.seal(bucket)
         self._launched.reduce_again(bucket, buffers)
         buffers.publish(bucket)

@@ -185,7 +185,7 @@ def test_collectives_of_a_failed_backward_are_aborted_on_the_device(how: str) ->
         if how == "close":
             model.close()
         else:
-            model.engine.save_over(device)
+            model.engine.use_for_checkpoints(device)
         assert device.num_aborts == 1
 
     run_ranks(2, run)

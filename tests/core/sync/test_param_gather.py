@@ -207,7 +207,7 @@ def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
         setup.model.engine.param_buffers.bucket(0)
         for bucket in reversed(setup.model.layout.buckets):
             deferring.start(bucket.index)
-        deferring.defer()
+        deferring.wait_on_first_read()
         assert torch.equal(raw(torch.ones(1)), before)
         assert type(raw.weight) is Parameter
         assert torch.equal(before, weight)
