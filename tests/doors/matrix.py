@@ -77,22 +77,22 @@ def table() -> str:
     lines = [
         '# What works with `"ddp"` works with `"megatron_ddp"`',
         "",
-        'Each line is trained on two ranks under `"ddp"` and under `"megatron_ddp"`, with the sharded optimizer',
-        "(reduce-scatter) and without (all-reduce), and weights, losses, metrics and what callbacks saw are compared:",
-        "`python -m pytest -m 'long or not long' tests/doors/shared/test_matrix.py`. *To the bit* means that no bit",
-        "differs; a number is the relative difference allowed where the order of a sum differs. This file is written",
-        "from the tests (`python -m tests.doors.matrix`), which fail if it is not.",
+        'A test trains each line on two ranks under `"ddp"` and under `"megatron_ddp"`, with the sharded optimizer',
+        "(reduce-scatter) and without (all-reduce). It compares weights, losses, metrics and values in",
+        "callbacks: `python -m pytest -m 'long or not long' tests/doors/shared/test_matrix.py`. *To the bit* means that",
+        "no bit differs. A number is the allowed relative difference, because a sum has a different order.",
+        "`python -m tests.doors.matrix` writes this page, and a test fails if it is out of date.",
         "",
-        "On one rank (`devices=1`) nothing is sharded: there each line, what is refused on two ranks included, is",
-        'compared with `"ddp"` on one rank as well, with both settings, and no bit differs. Lightning runs',
+        "On one rank (`devices=1`) nothing is sharded. There each line, including those refused on two ranks, is",
+        'compared with `"ddp"` on one rank, with both settings, and no bit differs. Lightning runs',
         "[its own tests](lightnings_own_tests.md) on one rank, too.",
     ]
     for area in dict.fromkeys(feature.area for feature in features):
-        lines += ["", f"## {area}", "", "| | reduce-scatter | all-reduce | |", "|---|---|---|---|"]
+        lines += ["", f"## {area}", "", "| feature | reduce-scatter | all-reduce | note |", "|---|---|---|---|"]
         for feature in (feature for feature in features if feature.area == area):
             sharded = f'refused: "{feature.refused}"' if feature.refused else feature.differs or _equality(feature.rtol)
             lines.append(f"| {feature.name} | {sharded} | to the bit | {feature.note} |")
-    lines += ["", '## What `"ddp"` cannot do', "", "| | shown by |", "|---|---|"]
+    lines += ["", '## What `"ddp"` cannot do', "", "| feature | test |", "|---|---|"]
     lines += [f"| {item.name} | `tests/doors/{item.test}` |" for item in beyond]
     return "\n".join(lines) + "\n"
 
