@@ -400,7 +400,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def save() -> dict[str, Any]:
             return whole_state(shard_set, lambda: shard_set.full_state(self._gather(STATE)))
 
-        with shard_set.passing():
+        with shard_set.calls_allowed():
             return save_with_hooks(shard_set.inner, self, save)
 
     def _gather(self, what: str) -> Gather | None:
@@ -437,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             saved = saved if is_complete else self._completed(saved)
             load_full_state(shard_set, parts_of_state(shard_set, saved))
 
-        with shard_set.passing():
+        with shard_set.calls_allowed():
             load_with_hooks(shard_set.inner, self, state_dict, load)
 
     @contextlib.contextmanager

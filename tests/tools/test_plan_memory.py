@@ -122,7 +122,7 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
 def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> None:
     """And not in the one call that a step is where somebody watches it, with all that the rank owns in fp32."""
     config = DistributedDataParallelConfig(bucket_size=5000, **options)
-    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=256, BLOCK_NUMEL=256):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=256, CACHE_BLOCK_NUMEL=256):
         step = planned(2, config, torch.bfloat16)
     numel = sum(spec.numel for spec in step.models[0].layout.params) // 2
     assert numel > 2000

@@ -1,14 +1,14 @@
-"""Passes on what the user's optimizer has beside torch's interface: to its own object, on shards where it needs them.
+"""Forwards methods and attributes of the user's optimizer beyond torch's interface, on shards where they need them.
 
 [Note: methods of the user's optimizer]
-A :class:`~megastrategy.DistributedOptimizer` is an instance of the user's class too, so that every method of that class
-would run on it: with whole Parameters in the groups and a state that is keyed by shards, in which none of them is
-found. Schedule-Free's ``eval()`` would move nothing. So the class that is made for the two has a stand-in for each of
-these methods, properties and attributes, which goes to the user's object.
+A :class:`~megastrategy.DistributedOptimizer` is also an instance of the user's class, so every method of that class
+would run on it: with Parameters in the groups and a state keyed by shards, in which no Parameter is found.
+Schedule-Free's ``eval()`` would change nothing. So the class that joins the two has a forwarding member for each of
+these methods, properties and attributes, which calls the user's object.
 
-Where the optimizer is sharded, :func:`~.method_trial.try_call` says what the call would do. One that needs neither
-state nor parameters is made as it is. One that works element by element is made while the groups hold this rank's
-shards, and the buckets are gathered, so that it is collective. Everything else is refused.
+Where the optimizer is sharded, :func:`~.method_trial.try_call` finds out what a call does. A call that needs neither
+state nor parameters is made as it is. A call that works element by element is made while the groups contain this rank's
+shards, and the buckets are gathered afterwards, so it is collective. All other calls are refused.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .unsharded_step import main_params_with_grads
 
 
 def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
-    """Makes the members of a class of ``known`` and the user's ``kind`` that stand for all that ``kind`` alone has."""
+    """Makes forwarding members for all that the user's class ``kind`` has and ``known`` does not."""
     members: dict[str, Any] = {}
     if kind.zero_grad is not Optimizer.zero_grad:
         members["zero_grad"] = _zero_grad(kind.zero_grad)
     for owner in kind.__mro__:
         if owner in (Optimizer, object):
-            break  # torch's interface is known's
+            break  # ``known`` has all of torch's interface
         for name, value in vars(owner).items():
-            # What a class nearer to the user's has comes first, as in its own lookup.
+            # The most derived class comes first, as in Python's own lookup.
             if name.startswith("__") or name in members or hasattr(known, name):
                 continue
-            # They see no instance, so they work on the class that is made as they are.
+            # They get no instance, and work on the joined class without a forwarding member.
             if isinstance(value, staticmethod | classmethod):
                 continue
-            # A class, or an unbound callable, kept as an attribute is a value: called, it would not get the optimizer.
+            # A class or a callable that does not bind is a value: a call of it would not pass the optimizer.
             is_method = callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
             members[name] = _method(name, value) if is_method else _attribute(name)
     return members
@@ -55,19 +55,18 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return getattr(optimizer, name)(*args, **kwargs)
 
         result = call_inner(self._impl.shard_set, f"{name}()", Call(method, args, kwargs))
-        return self if result is self._impl.inner else result  # of calls in a chain, the next one goes here, too
+        return self if result is self._impl.inner else result  # so that chained calls are forwarded
 
     return forward
 
 
 def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The user's own, which decides what becomes of gradients; it is called with the model's Parameters in the groups,
-    as under torch DDP."""
+    """Forwards the user's own ``zero_grad``, with the model's Parameters in the groups, as under torch DDP."""
 
-    @functools.wraps(function)  # a caller may ask for its signature, as accelerate does
+    @functools.wraps(function)  # Accelerate reads its signature
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         shard_set: ShardSet = self._impl.shard_set
-        # A defaultdict: reading state[param] makes an entry, for a Parameter that is not stepped here.
+        # A defaultdict: reading state[param] creates an entry, here for a Parameter that is not stepped.
         num_known = len(shard_set.inner.state)
         result = shard_set.inner.zero_grad(*args, **kwargs)
         if shard_set.has_shards and len(shard_set.inner.state) > num_known:
@@ -95,7 +94,7 @@ def call_inner(shard_set: ShardSet, name: str, call: Call) -> Any:
     """Makes a call of the user's optimizer; see [Note: methods of the user's optimizer].
 
     Raises:
-        OptimizerNotShardableError: if it would be wrong on shards, or that is unknown.
+        OptimizerNotShardableError: if it would be wrong on shards, or may be.
     """
     inner = shard_set.inner
     # Every rank steps the Parameters themselves, as under torch DDP.
@@ -105,7 +104,7 @@ def call_inner(shard_set: ShardSet, name: str, call: Call) -> Any:
     try:
         if not shard_set.sharded:
             return _call_on_main_params(shard_set, call) if looks_at_tensors(inner, call, *kind) else call(inner)
-        # Tried at each call: what a method does may depend on its arguments, and on the mode that the optimizer is in.
+        # Tried at each call: the effect may depend on the arguments, and on the optimizer's mode.
         effect = try_call(inner, call, *kind)
     except NotForShardsError as reason:
         raise _not_usable(shard_set, name, reason) from None
@@ -132,19 +131,18 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
     engine.check_open()
     assert engine.param_buffers is not None, "sharded"
     if moves:
-        # One rank alone would gather weights that the others never send, and hang in it.
+        # A rank that calls this without the others would wait for weights that they never send.
         engine.collectives.require_all_ranks(f"{name} of a sharded {type(shard_set.inner).__name__}")
         shard_set.add_new_params()
-    # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
-    # not be among what it does it to.
+    # A pending gather would overwrite the results, and the call would not see parameters with new memory (p.data = x).
     engine.param_gather.finish()
     engine.param_buffers.recapture()
-    # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
+    # Joined state is keyed by runs; the user's method looks it up by the tensors in the groups.
     shard_set.states.split()
     own = [shard_set.shards[index] for index in indices if index in shard_set.shards]
     mains = [shard for shard in own if shard.weights is not None and shard_set.layout.has_separate_main(shard.param)]
     if shard_set.states.storage is not None:  # on all ranks alike
-        # It may put weights into the state, as SPlus does, which would be rounded there.
+        # It may store weights in the state, as SPlus does, where they would be rounded.
         raise OptimizerNotShardableError(
             f"{name} of {type(shard_set.inner).__name__} cannot be used: it works on main params or state, and "
             "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
@@ -160,7 +158,7 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
                 result = call(shard_set.inner)
             for shard in mains:
                 assert shard.weights is not None
-                # The gather below sends weights, not main params; exact ones, of which nothing remains.
+                # The gather below sends exact weights, not changes, so no remainder is left.
                 if moves:
                     shard.weights.copy_(shard.main)
                 if shard.keeps_remainder:
@@ -170,17 +168,17 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
             raise
         if not moves:
             return result
-    # a rank may have nothing of a bucket that others have moved, so all of them are gathered
+    # A rank may own nothing of a bucket that others have changed, so all buckets are gathered.
     for bucket in sorted({shard_set.layout.slots[index].bucket for index in indices}, reverse=True):
         shard_set.start_gather(bucket, indices, exact=True)
     engine.param_gather.finish()
-    # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
+    # Autograd did not see the weights change in the buffer: a backward through an earlier graph must raise.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])
     return result
 
 
 def _call_on_main_params(shard_set: ShardSet, call: Call) -> Any:
-    """Makes the call where 16-bit parameters are whole on every rank: on their main params, with the gradients."""
+    """Makes the call where every rank has all parameters: on the main params of 16-bit ones, with gradients."""
     engine = shard_set.engine
     engine.check_open()
     shard_set.add_new_params()
@@ -189,10 +187,10 @@ def _call_on_main_params(shard_set: ShardSet, call: Call) -> Any:
         for shard in own:
             param, part_of = engine.params[shard.param], engine.local_parts.local_view
             part = part_of(param)
-            # Only what changed: copy_ moves the version, and would end graphs that are still right.
+            # Only changed weights: copy_ increments the version, and would invalidate graphs that are still right.
             if not torch.equal(rounded := shard.main.to(part.dtype), part):
                 part.copy_(rounded)
-            # The method dropped the copy's gradient (set_to_none), and means the parameter's.
+            # The method dropped the main param's gradient (set_to_none), which means the parameter's.
             if param.grad is not None and shard.main.grad is None:
                 engine.grad_buffers.clear([shard.param])
             elif param.grad is not None and shard.main.grad is not None:

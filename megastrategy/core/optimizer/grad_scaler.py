@@ -21,7 +21,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # By name and not by class: a framework's wrapper around the optimizer passes attributes on.
+        # By name and not by class: a framework's wrapper around the optimizer forwards attributes.
         unscale: Any = getattr(optimizer, "unscale_grads_", None)
         if unscale is None:
             per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
@@ -29,11 +29,11 @@ class GradScaler(torch.amp.GradScaler):
             )
             return per_device
         found: Tensor = unscale(inv_scale)
-        # torch adds these up over devices, and skips if the sum is not zero. Ours is agreed on already.
+        # torch adds these up over devices, and skips if the sum is not zero. This one is the same on all ranks already.
         return {found.device: found}
 
     def _maybe_opt_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch reads what was found, which nothing can interrupt. If a peer is gone it is noticed here instead.
+        # torch's read on the host cannot be interrupted. If a rank is gone, that is found here instead.
         wait: Any = getattr(optimizer, "wait_for_found_inf", None)
         if wait is not None:
             wait()
@@ -45,20 +45,20 @@ def adapt_scaler(
 ) -> type[torch.amp.GradScaler] | None:
     """Makes the scaler of a framework a :class:`GradScaler`, if it is one of torch's that scales.
 
-    The object stays, with its options and its state: a framework, a checkpoint and the user may hold it. A class of the
-    user's own keeps its methods, behind those that see the other ranks' shards.
+    The object stays, with its options and state, since a framework, a checkpoint and the user may hold it. A class of
+    the user's own keeps its methods, behind those that read the other ranks' shards.
 
     Args:
-        scaler: may be None, or anything else that a precision has for one.
+        scaler: may be None, or anything else that a precision plugin has as its scaler.
         config: of the model whose gradients it scales.
-        whose: and what it is called there, for the error.
-        way_out: from a precision with a scaler, for the error.
+        whose: the scaler's owner and name there, for the error.
+        way_out: how to use a precision without a scaler, for the error.
 
     Returns:
-        The class that it had, to be restored later; None if it was not changed.
+        The class that it had, to restore it; None if it was not changed.
 
     Raises:
-        ValueError: if gradients are to be checked for infinities, which it makes on purpose.
+        ValueError: if gradients are checked for infinities, which a scaler produces on purpose.
     """
     if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
         return None

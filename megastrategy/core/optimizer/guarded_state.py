@@ -1,10 +1,10 @@
-"""Shows the state of a user's optimizer that steps shards, and refuses to look it up by the model's Parameters.
+"""The state of a user's optimizer that steps shards, guarded against look-ups by the model's Parameters.
 
 [Note: why a look-up by a Parameter raises]
-The optimizer's state is keyed by what is stepped, shards and main params. ``optimizer.state`` is a ``defaultdict``, so
-code that resets the momentum of one Parameter, or a method of the user's class that is called unbound, would find an
-empty state for it, do nothing, and say nothing. So a look-up by such a Parameter raises, with the way out. What walks
-over all of the state (``values()``, ``items()``, ``clear()``) gets this rank's part of it, as it is.
+The optimizer's state is keyed by the stepped tensors, shards and main params. ``optimizer.state`` is a ``defaultdict``,
+so code that resets the momentum of one Parameter, or a method of the user's class that is called unbound, would find an
+empty state for it and silently do nothing. So a look-up by such a Parameter raises, and the error says what to do. Code
+that goes over all of the state (``values()``, ``items()``, ``clear()``) gets this rank's part of it, as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _MISSING = object()
 
 
 class GuardedState(MutableMapping[Any, Any]):
-    """The optimizer's own state, which is changed through it; see [Note: why a look-up by a Parameter raises].
+    """A view of the optimizer's own state; see [Note: why a look-up by a Parameter raises].
 
-    Args:
-        why_not: says in words why there is nothing under a tensor; None for one that is stepped itself.
+    ``why_not``: returns the reason why a tensor has no state; None for one that is stepped itself.
     """
 
     def __init__(self, state: MutableMapping[Any, Any], why_not: Callable[[Tensor], str | None]) -> None:
@@ -55,7 +54,7 @@ class GuardedState(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._state)
 
-    # The two below would otherwise ask for the key, and a defaultdict makes what it is asked for.
+    # The inherited methods would look the key up, and a defaultdict creates the missing entry.
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self._state[key] if key in self else default
@@ -72,10 +71,10 @@ class GuardedState(MutableMapping[Any, Any]):
 
 
 def unguarded_state(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
-    """Returns ``state``, which is assigned to an optimizer, or the one that it shows.
+    """Returns the state to assign to an optimizer: ``state``, or the state that it is a view of.
 
     Raises:
-        DirectUseError: if it has state under a tensor whose state is not kept here; see ``why_not``.
+        DirectUseError: if it has state under a tensor that is not stepped; see ``why_not``.
     """
     if isinstance(state, GuardedState):
         return state._state

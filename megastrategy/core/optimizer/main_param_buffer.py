@@ -23,10 +23,10 @@ _ALIGNMENT_NUMEL = 4
 
 
 class MainParamBuffer:
-    """The fp32 main params of one bucket's 16-bit parameters, in one piece of memory without gaps.
+    """The fp32 main params of one bucket's 16-bit parameters, in contiguous memory.
 
     Attributes:
-        mains: by parameter, with the parameter's shape and strides, and a storage of its own in the buffer's memory.
+        mains: one for each parameter, with its shape and strides, and a storage of its own in the buffer's memory.
 
     Args:
         weights: the parameters, dense, of one dtype. The main params start with their values.
@@ -49,11 +49,7 @@ class MainParamBuffer:
         self._places = [main.detach() for main in self.mains]
 
     def take_outside_changes(self, weights: Sequence[Tensor]) -> None:
-        """Takes over the weights' values where a main param does not round to them.
-
-        Args:
-            weights: in the order of ``mains``, of the same shapes and strides.
-        """
+        """Copies weights into main params that do not round to them. ``weights``: in the order of ``mains``."""
         if devices.is_on_host(self._flat.device):  # one parameter fits into a core's cache where a bucket does not
             for main, weight in zip(self.mains, weights, strict=True):
                 take_outside_changes(main, weight, weight.dtype)
@@ -68,5 +64,5 @@ class MainParamBuffer:
         take_outside_changes(self._flat, wide, weights[0].dtype)
 
     def bring_back(self) -> None:
-        """Copies main params into the buffer that an optimizer's step has given other memory (``p.data = ...``)."""
+        """Moves main params back into the buffer that got other memory in an optimizer's step (``p.data = ...``)."""
         bring_back(self.mains, self._places)

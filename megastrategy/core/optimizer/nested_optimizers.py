@@ -1,9 +1,9 @@
 """Optimizers that step shards already, when another DistributedOptimizer is made of them or of one around them.
 
 [Note: an optimizer around ours]
-User code puts averages of weights, or a look-ahead, into an optimizer around another one. Around a
-DistributedOptimizer that works as it is: outside of ``step()`` the groups hold Parameters. A second one around both
-would put shards into groups that the inner one does not read.
+User code adds averages of weights, or a look-ahead, as an optimizer around another one. Around a DistributedOptimizer
+that works: outside of ``step()`` the groups contain Parameters. A second DistributedOptimizer around both would put
+shards into groups that the inner one does not read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from .sharded_optimizer import ShardedOptimizer
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer that has stepped another model's shards one of torch's own.
-
-    Collective if it is sharded.
+    """Makes an optimizer that has stepped another model's shards a plain one. Collective if it is sharded.
 
     Raises:
         ValueError: if that model is in use, also where an optimizer of user code is around one that steps its shards.
@@ -55,7 +53,7 @@ def _refuse_around_another(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sharded_inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, ShardSet]]:
-    """The DistributedOptimizers that an optimizer of user code has in its attributes, with the attribute's name."""
+    """Yields the DistributedOptimizers in the attributes of a user's optimizer, with the attribute's name."""
     for name, value in vars(optimizer).items():
         for item in value if isinstance(value, list | tuple) else (value,):
             if issubclass(type(item), torch.optim.Optimizer):

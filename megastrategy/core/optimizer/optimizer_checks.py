@@ -1,4 +1,4 @@
-"""Tries the user's optimizer before it is sharded, and says why it cannot be."""
+"""Checks by trial steps that the user's optimizer can be sharded, and makes the errors if it cannot."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..trials import (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
-    """Tries the optimizer, and returns what trial steps showed; None if it is not to be sharded.
+    """Returns the findings of trial steps; None if the optimizer is not to be sharded.
 
     Raises:
-        OptimizerNotShardableError: if it cannot step what it would be given.
+        OptimizerNotShardableError: if it cannot step shards, parts or main params.
     """
     check_main_params(optimizer, engine)
-    # Where every rank steps whole parameters it may be any optimizer; parts of tensor-parallel ones are no wholes.
+    # Any optimizer can step full parameters; the parts of tensor-parallel parameters are not full ones.
     if engine.layout.num_shards == 1 and not engine.model_parallel.collectives:
         return None
     findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
@@ -51,7 +51,10 @@ def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def sending_nothing(optimizer: torch.optim.Optimizer, engine: Engine, *, is_watched: bool) -> Iterator[None]:
-    """The user's ``step`` may not communicate while this is open; looked at if its code may."""
+    """Raises OptimizerNotShardableError if the user's ``step`` communicates while this is open.
+
+    ``is_watched``: its code may communicate, so its calls are watched.
+    """
     if not is_watched:
         yield
         return
@@ -63,7 +66,7 @@ def sending_nothing(optimizer: torch.optim.Optimizer, engine: Engine, *, is_watc
 
 
 def not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str) -> OptimizerNotShardableError:
-    """The error for an optimizer that cannot step shards, or parts."""
+    """Returns the error for an optimizer that cannot step shards, or parts of parameters."""
     if engine.layout.num_shards == 1:
         return OptimizerNotShardableError(
             f"{type(optimizer).__name__} cannot step parts of tensor-parallel parameters: {reason}. Use an optimizer "

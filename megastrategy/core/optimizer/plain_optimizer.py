@@ -1,9 +1,9 @@
-"""Makes the user's optimizer one of torch's own again, after the model that it stepped was closed.
+"""Makes the user's optimizer a plain one again, after the model that it stepped was closed.
 
 [Note: what close() does to an optimizer]
-Closing a model gives its optimizers back: the state is whole on every rank, under the model's Parameters, and no hook
-refuses to be called. All ranks gather for it. Where they do not all close the model, or an exception is being handled,
-or a door leaves the state in shards because no user code has the optimizer, the shards stay until the optimizer is used
+Closing a model gives its optimizers back: every rank has the full state, keyed by the model's Parameters, and no hook
+refuses calls. All ranks gather for it. The shards stay if not all ranks close the model, if an exception is being
+handled, or if a door knows that no user code has the optimizer. Then the state is gathered when the optimizer is used
 again: in ``step``, ``state_dict``, ``load_state_dict``, or in the DistributedOptimizer of another model.
 """
 
@@ -31,7 +31,7 @@ def load_as_torchs(optimizer: Optimizer, saved: Mapping[str, Any], local_parts: 
     loading: Any = optimizer
     is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
     if is_torchs:
-        # torch makes new groups, and user code may have the present ones: they are made in an object of its own
+        # torch makes new groups, and user code may hold the present ones. So the new ones are made in another object.
         loading = object.__new__(type(optimizer))
         loading.__dict__.update(optimizer.__dict__)
         loading.state = collections.defaultdict(dict)
@@ -45,7 +45,7 @@ def load_as_torchs(optimizer: Optimizer, saved: Mapping[str, Any], local_parts: 
 
 
 def _as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: LocalParts) -> Mapping[str, Any]:
-    """The state of a tensor-parallel parameter as DTensors, which torch's optimizers keep of one."""
+    """Converts the state of a tensor-parallel parameter to DTensors, which torch's optimizers keep for one."""
     if param is None or (part := local_parts.local_view(param)) is param:
         return values
     return {
@@ -55,6 +55,6 @@ def _as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: Lo
 
 
 def remove(handles: Iterable[Any]) -> None:
-    """Removes hooks, from an optimizer in which none of them runs."""
+    """Removes hooks. No hook may be running."""
     for handle in handles:
         handle.remove()

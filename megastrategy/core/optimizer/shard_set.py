@@ -1,7 +1,7 @@
-"""This rank's shards and whole parameters of one optimizer, and their life: made, loaded, saved, moved, given back.
+"""This rank's shards and whole parameters of one optimizer: made, loaded, saved, moved to another layout, given back.
 
-Between steps the user's optimizer has the model's Parameters in its groups, and state under what is stepped in their
-places. Checkpoints and the engine need no more of an optimizer than its shard set.
+Between steps the user's optimizer has the model's Parameters in its groups, and its state is keyed by the tensors that
+are stepped in their place. Checkpoints and the engine need no more of an optimizer than its shard set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ..shards import (
     STATE,
     Fragment,
     Gather,
-    LazyMainParam,
     ParamShard,
     StateFragments,
     as_saved,
@@ -53,7 +52,7 @@ from .whole_params import WholeParams
 
 
 class ShardSet(ShardHolder):
-    """The parts of its parameters that one optimizer steps on this rank. ``findings``: of its trials, if it is sharded.
+    """The tensors that one optimizer steps on this rank. ``findings``: of its trials, if it is sharded.
 
     Attributes:
         inner: the user's optimizer.
@@ -62,10 +61,10 @@ class ShardSet(ShardHolder):
         whole: the parameters that are stepped whole, each by its owner.
         extra_params: the optimizer's parameters that are not the model's.
         grad_views: the reduced gradients of ``shards``, if it is sharded.
-        main_param_buffers: where every rank steps all: main params of 16-bit parameters, with these.
-        pending_main_params: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
-        hooks: handles of ours on the user's optimizer, which the face registers.
-        is_given_back: the state is by Parameter again, and the optimizer one of torch's.
+        main_param_buffers: if it is not sharded: parameter indices, and the buffer of their main params.
+        pending_main_params: loaded, full main params of parameters that have no shards yet, by the name in the file.
+        hooks: handles of this package's hooks on the user's optimizer.
+        is_given_back: True if the state is keyed by Parameter again; see plain_optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -84,12 +83,12 @@ class ShardSet(ShardHolder):
         self.hooks: list[Any] = []
         self.is_given_back = False
         self.num_steps_begun = 0
-        self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
-        self._passing_through = False
-        self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
+        self._with_shards: set[int] = set()  # the parameters whose shards were made, on whichever ranks they are
+        self._is_called_by_us = False
+        self._kept_whole: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes
         self.add_new_params()
 
-    # --- as the engine sees it ---------------------------------------------------------------------------------------
+    # --- ShardHolder: read by the engine -----------------------------------------------------------------------------
 
     @property
     def needs_ranks(self) -> bool:  # type: ignore[override]
@@ -123,8 +122,10 @@ class ShardSet(ShardHolder):
 
     @property
     def sharded_by_id(self) -> dict[int, int]:
-        """``index_by_id`` without this optimizer's parameters that have no shards yet: their state is whole on every
-        rank, like that of frozen ones."""
+        """``index_by_id`` without this optimizer's parameters that have no shards yet.
+
+        Like frozen parameters, these have their full state on every rank.
+        """
         if self.is_given_back:
             return {}
         waiting = self._without_shards()[0] if self.has_shards else {}
@@ -132,47 +133,50 @@ class ShardSet(ShardHolder):
 
     @property
     def has_shards(self) -> bool:
-        """Whether stepping goes through tensors other than the model's Parameters."""
+        """True if tensors other than the model's Parameters are stepped."""
         return not (self.is_given_back or self.engine.steps_params_themselves)
 
     def is_cut(self, index: int) -> bool:
-        """Whether ranks have a part of the parameter each: not if its owner has all of it, or every rank has."""
-        return self.sharded and index in self._followed and index not in self.whole.indices
+        """Returns True if each rank has a part of the parameter; False if its owner, or every rank, has all of it."""
+        return self.sharded and index in self._with_shards and index not in self.whole.indices
 
     @property
     def owner_collectives(self) -> Collectives | None:
-        """The ranks among which elements are divided; None where every rank has all of them."""
+        """The ranks that share out elements; None where every rank has all of them."""
         return self.engine.shard_collectives if self.sharded else None
 
     def names_by_id(self) -> dict[int, str]:
-        """By ``id``, the names of the model's parameters, frozen ones too, and of extra parameters."""
+        """Returns names by ``id``: of all the model's parameters, frozen ones too, and of extra parameters."""
         return {id(param): name for name, param in self.engine.named_params().items()} | self.extra_params.names_by_id()
 
     def params(self) -> Iterator[Parameter]:
-        """The Parameters in the groups, in their order."""
+        """Iterates over the Parameters in the groups."""
         return itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
 
     def param_indices(self) -> list[int]:
-        """The layout's indices of this optimizer's parameters."""
+        """Returns the layout's indices of this optimizer's parameters."""
         return list(self.times_listed())
 
     def times_listed(self) -> Counter[int]:
-        """The number of times that each of this optimizer's parameters is in its groups, by the layout's index."""
+        """Returns how often each of this optimizer's parameters is in its groups, by the layout's index."""
         return Counter(i for i in map(self.index_by_id.get, map(id, self.params())) if i is not None)
 
     def sharded_index(self, param: Tensor) -> int | None:
-        """The layout's index of a parameter that was given its shards, on whatever ranks; None for any other."""
+        """Returns the layout's index of a parameter whose shards were made, on whichever ranks; None for others."""
         index = self.index_by_id.get(id(param))
-        return index if index in self._followed and not self.is_given_back else None
+        return index if index in self._with_shards and not self.is_given_back else None
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
-        """The tensor in its place: this rank's shard, itself if it has no shards, None if all of it is elsewhere."""
+        """Returns the tensor that is stepped for a parameter: this rank's shard, or the parameter if it has no shards.
+
+        None if other ranks step all of it.
+        """
         if (index := self.sharded_index(param)) is None:
             return param
         return self.shards[index].main if index in self.shards else None
 
     def why_no_state(self, param: Tensor) -> str | None:
-        """Why nothing is kept under one of the model's Parameters, in words; None for one that is stepped itself."""
+        """Returns the reason why a Parameter has no state of its own, for errors; None if it is stepped itself."""
         index = self.sharded_index(param)
         if index is None or self.stepped_tensor(self.engine.params[index]) is param:
             return None
@@ -185,12 +189,14 @@ class ShardSet(ShardHolder):
         )
 
     def check_groups(self) -> None:
-        """Looks for parameters that the model has not; see :meth:`ExtraParams.find`."""
+        """Searches the groups for parameters that are not the model's; see :meth:`ExtraParams.find`."""
         self.extra_params.find()
 
     def check_whole_groups(self) -> None:
-        """Raises OptimizerNotShardableError if a parameter that is divided was put into a group of whole ones since:
-        its shards would be stepped as if they were parameters."""
+        """Raises OptimizerNotShardableError if a parameter with flat shards was put into a group of whole parameters.
+
+        Its shards would be stepped as if they were parameters.
+        """
         for number, group in enumerate(self.inner.param_groups):
             for index in map(self.sharded_index, group["params"] if number in self.whole.groups else ()):
                 if index is not None and index not in self.whole.indices:
@@ -203,35 +209,37 @@ class ShardSet(ShardHolder):
     # --- shards are made ---------------------------------------------------------------------------------------------
 
     def add_new_params(self) -> None:
-        """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
-        Collective if there are any.
+        """Makes the shards of parameters without shards: at the start, and when some were unfrozen or added.
 
-        Until then the state of these is whole on every rank, as it was made when the optimizer was constructed or
-        loaded while they were frozen. From then on it is that of shards.
+        Collective if there are any. Until then every rank has their full state, from the optimizer's construction or
+        loaded while they were frozen; from then on it is that of shards.
         """
         if not self.has_shards or self.engine.is_closed:
             return
         params, whole = self._without_shards()
-        self.whole.check(whole, type(self.inner).__name__)
+        self.whole.check_not_tensor_parallel(whole, type(self.inner).__name__)
         if whole and self.sharded:
-            self.whole.add(whole)
+            self.whole.assign_owners(whole)
         if params:
-            self._follow(params)
+            self._make_shards(params)
 
     def _without_shards(self) -> tuple[dict[int, Parameter], set[int]]:
-        """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
-        index_by_id, followed = self.index_by_id, self._followed  # asked in each step, for each parameter
+        """Returns the parameters in the groups that have no shards yet, by index, and which are stepped whole."""
+        index_by_id, sharded = (
+            self.index_by_id,
+            self._with_shards,
+        )  # each step reads them for each parameter
         params: dict[int, Parameter] = {}
         whole = set[int]()
         for number, group in enumerate(self.inner.param_groups):
             for param in group["params"]:
                 index = index_by_id.get(id(param))
-                if index is not None and index not in followed:
+                if index is not None and index not in sharded:
                     params[index] = param
                     whole.update({index} if number in self.whole.groups else ())
         return params, whole
 
-    def _follow(self, params: Mapping[int, Parameter]) -> None:
+    def _make_shards(self, params: Mapping[int, Parameter]) -> None:
         buffers, names = self.engine.param_buffers, self.states.element_names
         if buffers is None:
             self._add_unsharded(params)
@@ -241,12 +249,12 @@ class ShardSet(ShardHolder):
             state = self.inner.state.pop(param, None)
             if state and index in self.shards:
                 shard = self.shards[index]
-                # What an optimizer made of a DTensor at construction is one, too, and of the whole's shape.
+                # State that an optimizer created from a DTensor at construction is a DTensor of the full shape.
                 state = {name: self.engine.local_parts.local_view(value) for name, value in state.items()}
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, names)
         to_come = self.pending_main_params
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
-        self._followed.update(params)
+        self._with_shards.update(params)
         self.keep_loaded(params)
         self.pending_main_params = self._pending(to_come)
 
@@ -270,12 +278,12 @@ class ShardSet(ShardHolder):
                 self.grad_views[index] = grads.reduced(layout.slots[index].bucket, *owned)
         flat = [index for index in indices if index not in self.whole.indices]
         self.shards |= cut_shards(flat, layout, rank, buffers.flats, buffers.bitmaps)
-        self.shards |= self.whole.own_shards(self.whole.indices.intersection(indices))
+        self.shards |= self.whole.make_shards(self.whole.indices.intersection(indices))
 
     # --- the user's optimizer, with shards in its groups -------------------------------------------------------------
 
     def groups_of_shards(self) -> contextlib.AbstractContextManager[None]:
-        """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
+        """Puts this rank's shards into the optimizer's groups while this is open. A group may be empty."""
         if not self.has_shards:
             return contextlib.nullcontext()
         groups = [group["params"] for group in self.inner.param_groups]
@@ -283,33 +291,33 @@ class ShardSet(ShardHolder):
 
     @contextlib.contextmanager
     def groups_of(self, tensors: Sequence[list[Any]]) -> Iterator[None]:
-        """The optimizer's groups hold these while this is open, and it may be called."""
+        """Puts ``tensors``, by group, into the optimizer's groups while this is open, and allows calls of it."""
         params = [group["params"] for group in self.inner.param_groups]
         for group, stepped in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = stepped
         try:
-            with self.passing():
+            with self.calls_allowed():
                 yield
         finally:
-            # asked for again: load_state_dict makes new group dictionaries
+            # Read again, since load_state_dict makes new group dictionaries.
             for group, own in zip(self.inner.param_groups, params, strict=True):
                 group["params"] = own
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """The user's optimizer may be called while this is open: it is us who call it."""
-        before, self._passing_through = self._passing_through, True
+    def calls_allowed(self) -> Iterator[None]:
+        """Allows calls of the user's optimizer while this is open: this package makes them."""
+        before, self._is_called_by_us = self._is_called_by_us, True
         try:
             yield
         finally:
-            self._passing_through = before
+            self._is_called_by_us = before
 
     def refuse_direct_use(self, *_: Any) -> None:
-        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards.
+        """Hook on the user's optimizer, which has no shards in its groups between steps: raises DirectUseError.
 
-        After the model was closed, or dropped, it is given back, if it was not yet.
+        If the model was closed or dropped, gives the optimizer back instead.
         """
-        if self._passing_through or self.is_given_back:
+        if self._is_called_by_us or self.is_given_back:
             return
         if not self.engine.is_closed:
             collect_garbage()
@@ -326,16 +334,16 @@ class ShardSet(ShardHolder):
             )
 
     def start_gather(self, bucket: int, indices: Sequence[int], *, exact: bool = False) -> None:
-        """Starts to bring each rank what others have stepped of a bucket; ``indices``: of this optimizer's parameters.
+        """Starts to gather the new weights of a bucket; ``indices``: of this optimizer's parameters.
 
-        Where shards and whole parameters lie side by side those alone are sent: the rest is another optimizer's.
+        In a bucket that contains whole parameters only these are sent: the rest is another optimizer's.
         """
         self.engine.param_gather.start(bucket, self.whole.spans(bucket, indices), exact=exact)
 
     # --- saved and loaded --------------------------------------------------------------------------------------------
 
     def fragments(self, what: str) -> StateFragments:
-        """This rank's parts of a ``what``, STATE or MAIN_PARAMS. Changes nothing."""
+        """Returns this rank's fragments of STATE or MAIN_PARAMS. Changes nothing."""
         shards, option, apart = dict(self.shards), self.engine.all_reduce_option, self.layout.has_separate_main
         owned = {index: shards.pop(index) for index in self.whole.indices & shards.keys()}
         names, whole = self.states.element_names, dict[int, Mapping[str, Any]]()
@@ -345,30 +353,32 @@ class ShardSet(ShardHolder):
         else:
             names = {MAIN_PARAM}
             whole |= {index: {MAIN_PARAM: shard.main} for index, shard in owned.items() if apart(index)}
-            with_main = [shards[index] for index in self.param_indices() if index in shards and apart(index)]
-            fragments = [Fragment((shard,), shard.numel, LazyMainParam(MAIN_PARAM, shard)) for shard in with_main]
+            with_main = [index for index in self.param_indices() if index in shards and apart(index)]
+            fragments = [Fragment.of_main_param(shards[index]) for index in with_main]
         return StateFragments(fragments, self.layout, option, names, whole if self.whole.indices else None)
 
     def full_state(self, gather: Gather | None) -> dict[str, Any]:
-        """The state as torch DDP would have saved it; ``state`` is None on ranks that get nothing. Collective over the
-        ranks that ``gather`` joins; without it every rank has all."""
+        """Returns the state as torch DDP would have saved it; ``state`` is None on ranks other than the root.
+
+        Collective over the ranks of ``gather``; it is None where every rank has the full state.
+        """
         if gather is None:
             with self.groups_of_shards(), without_state_hooks(self.inner):
                 return self.inner.state_dict()
-        return gather_state_dict(self.inner, self.sharded_by_id, self.fragments(STATE), gather, self.engine.device)
+        return gather_state_dict(self.inner, self.sharded_by_id, self.fragments(STATE), gather)
 
     def full_main_params(self, gather: Gather | None) -> dict[str, Tensor]:
-        """The main params by name, as :meth:`full_state`; empty on ranks that get nothing."""
+        """Returns the full main params by name, as :meth:`full_state`; empty on ranks other than the root."""
         cut = [index for index in self.param_indices() if self.is_cut(index)]
-        return gather_main_params(cut, self.fragments(MAIN_PARAMS), gather, self.engine.device)
+        return gather_main_params(cut, self.fragments(MAIN_PARAMS), gather)
 
     def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
-        """Keeps state that these parameters (None for all) were given as other state of shards is kept."""
+        """Stores state of these parameters (None for all) that was set from outside; see :class:`ShardStates`."""
         indices = self.shards.keys() if indices is None else self.shards.keys() & indices
         self.states.keep_loaded(self.shards[index] for index in indices)
 
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
-        """Takes over saved main params, those of parameters without shards until they have some.
+        """Loads saved main params; those of parameters without shards are kept until these have some.
 
         Raises:
             CheckpointError: if a shape does not fit, before anything is changed.
@@ -378,17 +388,19 @@ class ShardSet(ShardHolder):
         self.pending_main_params = to_come
 
     def _pending(self, main_params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The main params of parameters (parts) in the groups that have no shards yet."""
-        names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
+        """Returns those of the main params whose parameters have no shards yet."""
+        names, sharded = self.names_by_id(), {id(self.engine.params[index]) for index in self._with_shards}
         params, part_of = {id(param): param for param in self.params()}, self.engine.local_parts.local_view
-        waiting = {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - followed}
+        waiting = {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - sharded}
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
         return pending_main_params(main_params, waiting, with_remainders=remainders)
 
     # --- given back --------------------------------------------------------------------------------------------------
 
     def give_back(self, *, keep_hooks: bool = False) -> None:
-        """See plain_optimizer's [Note: what close() does to an optimizer]. ``keep_hooks``: one of them is running.
+        """Makes the optimizer a plain one; see plain_optimizer's [Note: what close() does to an optimizer].
+
+        ``keep_hooks``: one of them is running.
 
         Raises:
             NotOnAllRanksError: if it is sharded, and not all ranks call this; nothing is changed then.
@@ -434,9 +446,9 @@ class ShardSet(ShardHolder):
                 if is_per_element(name, value, shard.main.shape, self.states.element_names):
                     value = PerElement(value.dtype)
                 elif isinstance(value, Tensor) and value.numel() > 1:
-                    return None  # no part of it is known to be this shard's
+                    return None  # it is not known which part of it belongs to this shard
                 elif not isinstance(value, Tensor | int | float | str | None):
-                    return None  # an object, which may not be one rank's to give or to copy
+                    return None  # an object, which may not be copyable to another rank
                 contents[index][name] = value
         return contents
 
@@ -452,7 +464,7 @@ class ShardSet(ShardHolder):
 
     def release(self) -> None:
         states = {index: self.inner.state.pop(shard.main, None) for index, shard in self.shards.items()}
-        self._staying = {index: (self.shards[index], states[index]) for index in self.whole.indices & states.keys()}
+        self._kept_whole = {index: (self.shards[index], states[index]) for index in self.whole.indices & states.keys()}
         self._drop_shards()
 
     def adopt(self, contents: Contents) -> None:
@@ -464,11 +476,11 @@ class ShardSet(ShardHolder):
                 self.shards[index].set_main_param(main)
             if values:
                 state[self.shards[index].main] = values
-        # An owner keeps its parameters in every layout; the memory that the model reads is another.
-        for index, (before, kept) in self._staying.items():
+        # An owner keeps its parameters in every layout, but the model reads different memory.
+        for index, (before, kept) in self._kept_whole.items():
             if self.layout.has_separate_main(index):
                 self.shards[index].main.copy_(before.main)
             if kept:
                 state[self.shards[index].main] = kept
-        self._staying = {}
+        self._kept_whole = {}
         self.keep_loaded(contents)

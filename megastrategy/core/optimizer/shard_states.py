@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..engine import Engine
 from ..errors import OptimizerNotShardableError
-from ..shards import BLOCK_NUMEL, FlatRun, Fragment, ParamShard, build_runs, unshare_state
+from ..shards import FlatRun, Fragment, ParamShard, build_runs
 from ..trials import Findings
 
-if TYPE_CHECKING:  # only those import it who ask for it
+if TYPE_CHECKING:  # imported only where the option is used
     from ..shards.state_storage import StateStorage
 
 
@@ -27,14 +27,12 @@ class ShardStates:
     """The state of one optimizer's shards.
 
     Attributes:
-        element_names: names of the state that has one number for each element, as far as trials and steps have shown;
-            None if nothing is sharded.
-        in_parts: whether one step may be several calls with some of the shards each: the optimizer keeps nothing but
-            tensors in its state.
-        storage: keeps state or main params in 16 bits, or state on the host; None where they are kept as they are
-            stepped.
-        group_of: the number of the group of each parameter, when the runs were built.
-        times: the number of times that each parameter is in its group then.
+        element_names: the names of element-wise state that trials and steps have found; None if nothing is sharded.
+        in_parts: True if one step may be several calls with some of the shards each, since the optimizer keeps nothing
+            but tensors in its state.
+        storage: stores state or main params in 16 bits, or state on the host; None where no option asks for it.
+        group_of: the number of each parameter's group, when the runs were built.
+        times: how often each parameter was in its group then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -79,10 +77,16 @@ class ShardStates:
     # --- the two forms -----------------------------------------------------------------------------------------------
 
     def join(self, shards: Mapping[int, ParamShard], with_grads: Set[int]) -> list[FlatRun]:
-        """Makes the state that of the runs, and returns the runs that have gradients to step with.
+        """Converts the state to that of runs, and returns the runs that have gradients.
 
-        Runs are built anew only if groups or layout changed, if one shard of a run has a gradient and its neighbour
-        none, or if loaded state tells the shards of a run apart.
+        Called at the start of each step; nearly always the state is joined already and nothing is copied. Runs are
+        built again only if
+
+        - groups or layout have changed,
+        - one shard of a run has a gradient and its neighbour none: stepped together, the neighbour would get a step, or
+        - the state was split since, and shards of a run have different histories now (loaded or edited state).
+
+        They are built from the state of single shards, since runs of the last step may be other ones.
         """
         index_by_id = self._engine.index_by_id
         members = [[index_by_id.get(id(param), -1) for param in g["params"]] for g in self._optimizer.param_groups]
@@ -98,7 +102,7 @@ class ShardStates:
             self._build_runs(shards, stepping)
         if not self._is_joined:
             for run in self._runs:
-                run.join_state(state, names, self._block_numel(run))
+                run.join_state(state, names, in_blocks=self._in_blocks(run))
             self._is_joined = True
         return [run for run in self._runs if run.shards[0].param in stepping]
 
@@ -113,17 +117,16 @@ class ShardStates:
         state, names = self._optimizer.state, self.element_names
         layout, reduced = self._engine.layout, self._engine.grad_buffers.reduced
         self._runs = build_runs(by_group, self.times, apart, stepping, layout, buffers.flats, reduced, state, names)
-        for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
+        for run in self._runs:  # a shard that left its run has a view of the run's state, and keeps all of it alive
             if len(run.shards) == 1 and run.shards[0].param in was_joined:
-                unshare_state(state.get(run.main, {}))
+                run.unshare_state(state)
 
     def split(self, *, replace: bool = False) -> None:
-        """Makes the state that of single shards until the next step; ``replace``: another state is about to be
-        loaded."""
+        """Converts the state to that of single shards until the next step. ``replace``: it is about to be replaced."""
         if self._is_joined:
             for run in self._runs:
                 run.split_state(self._optimizer.state, self.element_names)
-                if self.element_names is not None:  # state may come into being later than the probe's first step
+                if self.element_names is not None:  # an optimizer may create state later than in the trials' steps
                     self.element_names |= run.element_names(self.element_names)
             self._is_joined = False
         if replace:
@@ -131,30 +134,29 @@ class ShardStates:
                 run.forget_state()
 
     def cut_begun(self, runs: Iterable[FlatRun]) -> None:
-        """Cuts the state that a first step has made in one tensor into that of blocks, which later steps see."""
+        """Cuts state that a first step has created in one tensor into blocks, which later steps see."""
         for run in runs:
             if run.begins:
                 run.split_state(self._optimizer.state, self.element_names)
-                run.join_state(self._optimizer.state, self.element_names, self._block_numel(run))
+                run.join_state(self._optimizer.state, self.element_names, in_blocks=self._in_blocks(run))
 
     def drop_runs(self) -> None:
-        """Lets go of the runs, whose memory is needed. The state has been split."""
+        """Drops the runs, after :meth:`split`, so that their memory can be freed."""
         self._runs, self._members = [], []
 
     def may_join(self, group: Mapping[str, Any]) -> bool:
-        """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
+        """Returns True if shards may be stepped as one tensor; not if the optimizer may know tensors by identity."""
         return self.in_parts and not (group.get("fused") and self._is_on_cpu)
 
-    def _block_numel(self, run: FlatRun) -> int:
-        """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
-        if self.storage is not None:  # which cuts runs itself, while their state is fp32
-            return run.main.numel()
+    def _in_blocks(self, run: FlatRun) -> bool:
+        """Returns True if the optimizer does one operation after the other on the CPU."""
+        if self.storage is not None:  # it cuts runs into slices itself
+            return False
         group = self._optimizer.param_groups[run.group]
-        in_blocks = self.may_join(group) and self._is_on_cpu and not group.get("foreach")
-        return BLOCK_NUMEL if in_blocks else run.main.numel()
+        return self.may_join(group) and self._is_on_cpu and not group.get("foreach")
 
     def fragments(self, shards: Mapping[int, ParamShard]) -> list[Fragment]:
-        """The state of these shards as it is to be saved, in either form. Changes nothing."""
+        """Returns the state of these shards as it is saved, in whichever form it is. Changes nothing."""
         state, names, joined = self._optimizer.state, self.element_names, set[int]()
         fragments: list[Fragment] = []
         for run in self._runs if self._is_joined else ():
@@ -169,14 +171,14 @@ class ShardStates:
     # --- loaded state ------------------------------------------------------------------------------------------------
 
     def keep_loaded(self, shards: Iterable[ParamShard]) -> None:
-        """Keeps state that shards were given as other state of shards is kept."""
+        """Stores state that was set from outside, as the option for state storage requires."""
         if self.storage is not None:
             self.storage.keep_loaded(list(shards), self.element_names)
 
     def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
-        """The names of loaded state that is kept on the host."""
+        """Returns the names of loaded state that is kept on the host."""
         return self.storage.names_kept_on_host(shard, values, self.element_names) if self.storage is not None else ()
 
     def copy_of(self, part: Tensor) -> Tensor:
-        """A copy of a part of the state, in the memory in which state is kept."""
+        """Returns a copy of state, in the memory in which state is stored."""
         return part.clone() if self.storage is None else self.storage.copy_of(part)

@@ -69,10 +69,10 @@ class _Begun:
 
 
 class ShardedOptimizer:
-    """Steps what a :class:`~.shard_set.ShardSet` has; the inside of one :class:`~megastrategy.DistributedOptimizer`.
+    """Steps a :class:`~.shard_set.ShardSet`, for one :class:`~megastrategy.DistributedOptimizer`.
 
     Attributes:
-        num_steps_done: the steps so far that were completed on this rank.
+        num_steps_done: the number of steps that were completed on this rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -87,7 +87,7 @@ class ShardedOptimizer:
     def finish_grads(self) -> None:
         """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use.
 
-        Without shards ``.grad`` is the truth, local or not, as under torch DDP.
+        Without shards ``.grad`` is used as it is, reduced or not, as under torch DDP.
         """
         engine, shard_set = self.engine, self.shard_set
         engine.check_open()
@@ -100,16 +100,16 @@ class ShardedOptimizer:
             engine.grad_buffers.cut_grads(shard_set.param_indices())
             engine.reducer.tokens.finish_on_this_rank()
 
-    # --- trials of what is new ---------------------------------------------------------------------------------------
+    # --- trials of new arguments and options -------------------------------------------------------------------------
 
     def try_arguments(self, arguments: StepArguments) -> str | None:
-        """Says why shards cannot be stepped with arguments that are new, by trial steps; None if they can."""
+        """Tries new arguments of ``step``. Returns the reason why shards cannot be stepped with them, or None."""
         if (trials := self._later_trials) is None:
             return None
         return self._learn(trials.of_arguments(arguments, self.shard_set.layout.main_dtype))
 
     def try_options(self) -> str | None:
-        """Says why shards cannot be stepped with groups or options that are new, by trial steps; None if they can."""
+        """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
         if (trials := self._later_trials) is None:
             return None
         return self._learn(trials.of_options(self.engine.known_findings, self.shard_set.layout.main_dtype))
@@ -123,7 +123,7 @@ class ShardedOptimizer:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step_params(self, arguments: StepArguments) -> Any:
-        """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
+        """Steps the Parameters themselves, without shards. The user's optimizer may call the closure several times."""
         if (closure := arguments.closure) is None:
             self._begin_step()
         else:
@@ -142,7 +142,7 @@ class ShardedOptimizer:
         return result
 
     def step(self, arguments: StepArguments) -> None:
-        """Steps what this rank owns; ``arguments`` are those of the user's ``step``, without the closure."""
+        """Steps this rank's shards or main params; ``arguments``: of the user's ``step``, without the closure."""
         self.finish_grads()
         self._arguments, storage = arguments, self.shard_set.states.storage
         if not self.shard_set.sharded:
@@ -155,7 +155,7 @@ class ShardedOptimizer:
             finally:
                 if storage is not None:
                     storage.end_step(self.engine.collectives)
-        # A wrapper of user code may have left the step out: then none has begun, and none is counted.
+        # A wrapper of user code may have skipped the step: then none has begun, and none is counted.
         self.num_steps_done = self.shard_set.num_steps_begun
         if self._later_trials is not None:
             self._later_trials.end_step()
@@ -171,15 +171,15 @@ class ShardedOptimizer:
         """Calls the optimizer once, with the model's Parameters in its groups; see [Note: hooks and wrappers]."""
 
         def innermost() -> contextlib.AbstractContextManager[None]:
-            self.finish_grads()  # again, now that hooks have run: one may have written a gradient
+            self.finish_grads()  # again, after the hooks: one may have written a gradient
             return self._in_one_call(self._begin_shards())
 
-        with self.shard_set.passing(), InnermostCall(self.inner, innermost):
+        with self.shard_set.calls_allowed(), InnermostCall(self.inner, innermost):
             self._arguments.call(self.inner.step)
 
     @contextlib.contextmanager
     def _in_one_call(self, begun: _Begun) -> Iterator[None]:
-        """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
+        """Puts all that this rank steps into the groups while this is open, and gathers the new weights afterwards."""
         storage, buckets = self.shard_set.states.storage, sorted(begun.changing, reverse=True)
         whole = [param for bucket in begun.order for param in self._whole_params_ready_in(bucket, begun.with_grads)]
         flat = begun.runs if storage is None else storage.uncut_slices(begun.runs)
@@ -195,7 +195,7 @@ class ShardedOptimizer:
         states, storage = shard_set.states, shard_set.states.storage
         has_some = bool(begun.runs) or shard_set.whole.owns_any
         is_early = engine.config.overlap_param_gather is not False
-        # In parts also where gathers wait for the end of the step, so as not to have all state in fp32 at once.
+        # Bucket by bucket also if gathers wait for the end of the step: the storage must not widen all state at once.
         if not ((is_early or storage is not None) and has_some and states.in_parts):
             with self._in_one_call(begun):
                 self._arguments.call(self.inner.step)
@@ -217,7 +217,7 @@ class ShardedOptimizer:
                     shard_set.start_gather(to_gather.pop(0), begun.indices)
             with self._gathering_after_an_error(begun, to_gather):
                 self._step_runs([], with_extra_params=bool(shard_set.extra_params.grads()))
-        except BaseException:  # code that catches it may read weights: none may be on its way
+        except BaseException:  # code that catches it may read weights, so no gather may be pending
             with contextlib.suppress(CollectiveError):
                 engine.param_gather.finish()
             raise
@@ -225,12 +225,12 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
-        """Gathers these buckets as the optimizer's own step has left them, where that fails in the block.
+        """Gathers these buckets with the present weights if the optimizer's step fails in the block.
 
-        Hazard: ranks have different parameters, so a step that fails on all of them fails at another bucket on each,
-        and not at all on one that has none. Code that catches the error goes on; then all ranks must have launched the
-        same collectives and have the same weights, with none on its way. Where a collective failed the other ranks do
-        not come to the next ones, so nothing is launched.
+        Hazard: ranks have different parameters, so a step that fails on all ranks fails at a different bucket on each,
+        and not at all on a rank that steps none. Code that catches the error continues. Then all ranks must have
+        launched the same collectives, and have the same weights, with no gather pending. If a collective failed, the
+        other ranks do not reach the next ones, so nothing is launched.
         """
         engine = self.engine
         assert engine.param_buffers is not None, "sharded"
@@ -242,7 +242,7 @@ class ShardedOptimizer:
             with contextlib.suppress(CollectiveError):
                 for bucket in buckets:
                     if (change := engine.param_buffers.change(bucket)) is not None:
-                        change.zero_()  # the last step's, and no weight has changed
+                        change.zero_()  # it is the last step's, and no weight has changed
                     self.shard_set.start_gather(bucket, begun.indices)
                 engine.param_gather.finish()
             raise
@@ -263,17 +263,18 @@ class ShardedOptimizer:
         runs = shard_set.states.join(shards, with_grads)
         changing = {layout.slots[index].bucket for index in changing_params}
         self._begin_step()
-        # buckets are numbered as backward meets them, and the next forward needs the last of them first
+        # Buckets are numbered in the order of backward; the next forward needs the last one first.
         order = sorted(changing | {run.bucket for run in runs}, reverse=True)
         if whole.indices:
-            whole.start(order, changing_params)
+            whole.send_grads(order, changing_params)
         return _Begun(indices, with_grads, runs, changing, order)
 
     def _changing(self, indices: Iterable[int]) -> set[int]:
-        """The parameters that some rank may step.
+        """Returns the parameters that some rank may step.
 
-        The same on all ranks, as it depends only on what they share (``requires_grad``, reductions): a gradient may be
-        written on one rank only. A parameter frozen after its gradient was reduced is stepped once more, with that.
+        It is the same on all ranks, since it depends only on ``requires_grad`` and on the reductions, not on gradients,
+        which user code may write on one rank only. A parameter that was frozen after its gradient was reduced is
+        stepped once more, with that gradient.
         """
         params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self._reductions
         return {i for i in indices if params[i].requires_grad or reductions[i] != stepped.get(i, 0)}
@@ -288,7 +289,7 @@ class ShardedOptimizer:
         else:
             engine.param_gather.finish()
         self.shard_set.states.cut_begun(begun.runs)
-        # a backward through a graph from before the step must raise, as it does where torch's optimizers step
+        # A backward through a graph from before the step must raise, as it does with torch's optimizers.
         torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])
         num_reductions = map(engine.reducer.num_reductions.__getitem__, begun.indices)
         self._reductions.update(zip(begun.indices, num_reductions, strict=True))
@@ -296,22 +297,22 @@ class ShardedOptimizer:
     # --- the calls of the user's optimizer ---------------------------------------------------------------------------
 
     def _whole_params_ready_in(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
-        """The whole parameters of a bucket that this rank owns and whose gradients have arrived."""
+        """Waits for the gradients of a bucket's whole parameters; returns those that this rank owns and steps now."""
         states, slots, shards = self.shard_set.states, self.shard_set.layout.slots, self.shard_set.shards
         return [
             WholeParam(bucket, states.group_of[index], slots[index].start, shards[index], grad, states.times[index])
-            for index, grad in self.shard_set.whole.arrived(bucket).items()
+            for index, grad in self.shard_set.whole.wait_for_grads(bucket).items()
             if index in with_grads
         ]
 
     def _step_runs(self, runs: Sequence[Steppable], *, with_extra_params: bool = False) -> None:
-        """Calls the optimizer with these in its groups, if there are any; with extra parameters in one call a step."""
+        """Calls the optimizer with these in its groups, if there are any. Extra parameters are in one call a step."""
         if runs or with_extra_params:
             with self._holding(runs, with_extra_params=with_extra_params):
                 self._arguments.call(self.inner.step)
 
     def _step_slices(self, storage: StateStorage, bucket: int) -> None:
-        """Calls the optimizer with the slices of a bucket's shards, one list of them after the other."""
+        """Calls the optimizer with the slices of a bucket's shards, one list of slices after the other."""
         for slices in storage.slices(bucket, self.shard_set.states.element_names):
             with self._holding(slices, with_extra_params=False):
                 self._arguments.call(self.inner.step)
@@ -319,7 +320,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _holding(self, runs: Sequence[Steppable], *, with_extra_params: bool) -> Iterator[None]:
-        """These are in the optimizer's groups, with their gradients, while this is open."""
+        """Puts these into the optimizer's groups, with their gradients, while this is open."""
         stepped = self.shard_set.extra_params.stepped() if with_extra_params else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
         places = [tensor.detach() for tensor in tensors]
@@ -333,7 +334,7 @@ class ShardedOptimizer:
                 try:
                     with self.shard_set.groups_of(stepped), watching:
                         yield
-                finally:  # after an error too: the next step is of the same tensors
+                finally:  # after an error too: the next step uses the same tensors
                     bring_back(tensors, places)
                 copy_kept_grads(self.inner.state, zip(tensors, grads, strict=True))
         finally:
@@ -341,7 +342,7 @@ class ShardedOptimizer:
                 tensor.grad = None
 
     def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
-        """The state of slices is fp32, and on the device, while this is open, where it is kept otherwise."""
+        """Widens and fetches the state of slices while this is open, if a storage has it."""
         if (storage := self.shard_set.states.storage) is None:
             return contextlib.nullcontext()
         return storage.widened(runs, self.shard_set.states.element_names, self.shard_set.layout)
@@ -361,11 +362,11 @@ class ShardedOptimizer:
                 end_step(run.main, weights, self._change_of(run), run.bits)
                 begun.pop()
         finally:
-            # A step that failed is lost where the weights did not get it: the next one begins with the weights.
+            # A failed step is lost where the weights did not get it: the next step begins with the weights.
             drop_remainders(run for run, _ in begun)
 
     def _change_of(self, run: Steppable) -> Tensor | None:
-        """The place from which the change of a run's weights is sent; None where weights are sent themselves."""
+        """Returns the place from which the change of a run's weights is sent; None if the weights are sent."""
         buffers = self.engine.param_buffers
         assert buffers is not None, "sharded"
         if (change := buffers.change(run.bucket)) is None:

@@ -1,11 +1,11 @@
-"""Calls a user's hooks on ``state_dict()`` and ``load_state_dict()`` around the whole state.
+"""Calls a user's hooks on ``state_dict()`` and ``load_state_dict()`` around the full state.
 
 [Note: hooks see the full state]
 The user's optimizer saves and loads the state of shards, which has other sizes and numbers than the model's parameters.
-A hook that adds entries, renames or counts them is written for the whole state, as under torch DDP, and for entries
-beside ``state`` and ``param_groups``, which shards do not have. So hooks are kept from the user's optimizer while it
-handles shards, and called before and after, with the :class:`~megastrategy.DistributedOptimizer`: its ``state`` raises
-for a look-up by one of the model's Parameters.
+A hook that adds, renames or counts entries is written for the full state, as under torch DDP, and for entries beside
+``state`` and ``param_groups``, which shards do not have. So no hooks run while the user's optimizer handles shards.
+They are called before and after, with the :class:`~megastrategy.DistributedOptimizer`, whose ``state`` raises for a
+look-up by one of the model's Parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = (
 
 @contextlib.contextmanager
 def without_state_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Saves and loads call no hooks while this is open."""
+    """Removes the hooks on saves and loads while this is open."""
     kept = {name: optimizer.__dict__[name] for name in _NAMES}
     optimizer.__dict__.update({name: OrderedDict() for name in _NAMES})
     try:
@@ -37,7 +37,7 @@ def without_state_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def save_with_hooks(optimizer: Optimizer, shown: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Calls ``save`` between the hooks of ``optimizer`` on ``state_dict()``, which are given ``shown``."""
+    """Calls ``save`` between the ``state_dict()`` hooks of ``optimizer``, which get ``shown`` as the optimizer."""
     for before in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         before(shown)
     saved = save()
@@ -50,7 +50,7 @@ def save_with_hooks(optimizer: Optimizer, shown: Optimizer, save: Callable[[], d
 def load_with_hooks(
     optimizer: Optimizer, shown: Optimizer, saved: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Calls ``load`` between the hooks of ``optimizer`` on ``load_state_dict()``, which are given ``shown``."""
+    """Calls ``load`` between the ``load_state_dict()`` hooks of ``optimizer``, which get ``shown`` as the optimizer."""
     saved = saved.copy()
     for before in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         changed = before(shown, saved)

@@ -1,9 +1,9 @@
-"""Hooks and wrappers of a user's optimizer, and how shards are hidden from them.
+"""Step hooks and wrappers that user code installs on an optimizer, and how they are kept from seeing shards.
 
 [Note: hooks around shards]
-torch's optimizers run hooks in the class's own ``step``: the global ones before those of the object, and after them at
-the end. A wrapper that user code has put in the place of ``optimizer.step`` calls that ``step`` in the end. So the last
-hook before and the first one after are what is nearest to the arithmetic, and all watchers are outside of them.
+torch's optimizers run hooks in the class's own ``step``: first the global ones, then those of the object, and at the
+end the post hooks. A wrapper that replaces ``optimizer.step`` calls that ``step`` in the end. So the last pre hook and
+the first post hook are the closest to the arithmetic, and all other hooks and wrappers are outside of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ H = TypeVar("H", bound=Callable[..., None])
 
 
 def may_see_shards(hook: H) -> H:
-    """Marks a hook on all optimizers that asks for neither gradients nor weights: steps are the same with it."""
+    """Marks a global hook that reads neither gradients nor weights, so that it may run beside shards."""
     setattr(hook, _MAY_SEE_SHARDS, True)
     return hook
 
 
 def has_user_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook or wrapper of user code may see the steps of an optimizer inside of a ShardedOptimizer."""
+    """Returns True if a hook or wrapper of user code may see the steps of this sharded optimizer."""
     own_hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     others = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     if own_hooks > 1 or not all(getattr(hook, _MAY_SEE_SHARDS, False) for hook in others):  # one refuses direct use
         return True
-    # A scheduler's wrapper notes that there was a call; what any other wrapper does is not known.
+    # A scheduler's wrapper only counts calls; other wrappers may do anything.
     wrapper = optimizer.__dict__.get("step")
     while getattr(getattr(wrapper, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
         wrapper = getattr(wrapper, "__wrapped__", None)
@@ -42,7 +42,7 @@ def has_user_hooks(optimizer: Optimizer) -> bool:
 
 
 class InnermostCall:
-    """While this is open, ``context`` is entered around the class's own ``step``; see [Note: hooks around shards].
+    """Enters ``context`` around the class's own ``step`` while this is open; see [Note: hooks around shards].
 
     A class whose ``step`` calls its base's has hooks in both; the outer one counts.
     """
@@ -59,7 +59,7 @@ class InnermostCall:
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
         ]
-        # The last of those before, as it is registered last; the first of those after.
+        # Registered last, it is the last pre hook; the post hook is moved to the front.
         assert next(reversed(before)) == self._handles[0].id
         assert isinstance(after, OrderedDict)
         after.move_to_end(self._handles[1].id, last=False)
@@ -89,5 +89,5 @@ class InnermostCall:
     ) -> None:
         for handle in self._handles:
             handle.remove()
-        # The step raised. A wrapper may have kept that to itself: then other ranks wait for weights, as after any step.
+        # The step raised. Even if a wrapper caught that, other ranks wait for weights, as after any step.
         self._leave(kind, error, where)

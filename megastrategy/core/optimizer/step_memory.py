@@ -1,11 +1,11 @@
-"""Keeps apart, over an optimizer's step, its memory and ours.
+"""Copies back what an optimizer's step left in memory that is not ours, and copies gradients that it keeps.
 
 [Note: memory that an optimizer's step replaces]
-Under torch DDP a parameter may be given other memory (``p.data = ...``, as SAM does), and a gradient may be kept: the
-next one is another tensor. What is stepped on shards is a view of the weights that are gathered, and its gradient a
-view of a buffer that the next backward writes. So values that came into other memory are copied back into ours, and
-what is kept of a gradient becomes a copy. Else the model would not be trained, or trained with another gradient, and
-nothing would tell: trials cannot, because no other code reads their tensors.
+Under torch DDP a parameter may get different memory (``p.data = ...``, as SAM does), and a gradient may be kept: the
+next one is a different tensor. A shard is a view of the weights that are gathered, and its gradient is a view of a
+buffer that the next backward overwrites. So values in other memory are copied back into ours, and a kept gradient is
+replaced by a copy. Otherwise the model would silently not be trained, or be trained with another gradient. Trials
+cannot find this, since no other code reads their tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from torch import Tensor
 
 
 def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Gives tensors the memory that they had, with the values that they have now.
+    """Moves tensors back to the memory that they had before a step, with their present values.
 
-    Args:
-        tensors: as the optimizer left them.
-        places: another tensor of each one's memory, made before.
+    ``places``: for each tensor another one on that memory, made before the step.
     """
     for tensor, place in zip(tensors, places, strict=True):
         if tensor.data_ptr() != place.data_ptr():
@@ -32,17 +30,17 @@ def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a second tensor (a view, a detached one) shares the storage of this one. Takes 0.1 us."""
+    """Returns True if a second tensor (a view, a detached one) shares the storage of this one. Takes 0.1 us."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no storage
         return False
-    # One reference is the tensor's, one that of the Python object which untyped_storage() returns and torch then keeps.
+    # One reference is the tensor's. One is that of the Python object which untyped_storage() returns, and torch keeps.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def copy_kept_grads(state: Mapping[Any, Any], stepped: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """Copies gradients, and views of them, that an optimizer keeps in its state, in containers and objects too.
 
-    ``stepped``: tensors with their gradients, which are looked for in the tensor's own state.
+    ``stepped``: tensors and their gradients; each gradient is searched for in the tensor's own state.
     """
     for tensor, grad in stepped:
         if grad is not None and (kept := state.get(tensor)):
@@ -50,20 +48,20 @@ def copy_kept_grads(state: Mapping[Any, Any], stepped: Iterable[tuple[Tensor, Te
 
 
 def _copy_in(items: MutableMapping[Any, Any], storage: int, seen: set[int]) -> None:
-    # Only names that are there already, so that a dictionary of any class may be changed while it is gone through.
+    # Sets only existing names, so that a dictionary of any class may be changed while it is iterated over.
     for name, item in items.items():
         if (apart := _apart(item, storage, seen)) is not item:
             items[name] = apart
 
 
 def _apart(value: Any, storage: int, seen: set[int]) -> Any:
-    """The value, or a copy if it is a tensor in this storage; containers and plain objects are changed in place."""
+    """Returns the value, or a copy if it is a tensor in this storage. Containers and objects are changed in place."""
     if isinstance(value, Tensor):
-        # one of another kind may have no storage; gradients are plain
+        # Gradients are plain tensors; other kinds may have no storage.
         return value.clone() if type(value) is Tensor and value.untyped_storage().data_ptr() == storage else value
     if value is None or isinstance(value, int | float | str | type | torch.nn.Module) or id(value) in seen:
         return value
-    seen.add(id(value))  # one may hold itself
+    seen.add(id(value))  # a container may contain itself
     if isinstance(value, MutableMapping):
         _copy_in(value, storage, seen)
     elif isinstance(value, list | deque):

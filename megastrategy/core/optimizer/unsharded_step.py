@@ -1,4 +1,7 @@
-"""The step where every data-parallel rank has all parameters: of main params, and of parts of tensor-parallel ones."""
+"""The step where every data-parallel rank steps all parameters, but not the Parameters themselves.
+
+It steps the main params of 16-bit parameters, and this rank's parts of tensor-parallel ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .step_memory import copy_kept_grads
 
 
 def step_main_params(shard_set: ShardSet, arguments: StepArguments) -> None:
-    """Calls the user's ``step``, and gives the weights what their main params have become."""
+    """Calls the user's ``step`` on main params, and copies these into the weights."""
     engine = shard_set.engine
     with main_params_with_grads(shard_set) as own:
         arguments.call(shard_set.inner.step)
@@ -24,15 +27,14 @@ def step_main_params(shard_set: ShardSet, arguments: StepArguments) -> None:
         apart = [pair for pair in zip(parts, stepped, strict=True) if pair[0].data_ptr() != pair[1].main.data_ptr()]
         if apart:
             torch._foreach_copy_([part for part, _ in apart], [shard.main.detach() for _, shard in apart])
-    # The parts of a tensor-parallel parameter change unseen: a backward through a graph from before must raise.
+    # Autograd did not see the parts of a DTensor change: a backward through an earlier graph must raise.
     params = [(shard, engine.params[shard.param]) for shard in stepped]
     torch.autograd.graph.increment_version([param for shard, param in params if _part(shard_set, shard) is not param])
 
 
 @contextlib.contextmanager
 def main_params_with_grads(shard_set: ShardSet) -> Iterator[list[ParamShard]]:
-    """Puts main params of 16-bit parameters, and this rank's parts of tensor-parallel ones, with their gradients into
-    the optimizer's groups while this is open; yields both."""
+    """Puts main params and parts, with their gradients, into the optimizer's groups while this is open; yields them."""
     engine, shards = shard_set.engine, shard_set.shards
     every = [shards[index] for index in shard_set.param_indices()]
     own = [shard for shard in every if shard.main is not engine.params[shard.param]]
@@ -41,7 +43,7 @@ def main_params_with_grads(shard_set: ShardSet) -> Iterator[list[ParamShard]]:
     try:
         for shard in own:
             part = _part(shard_set, shard)
-            # given other memory from outside
+            # User code gave the parameter other memory.
             if not shard_set.layout.params[shard.param].has_main_param and part.data_ptr() != shard.main.data_ptr():
                 shard.main.data = part.detach()
         _set_grads(shard_set, own)
@@ -57,7 +59,7 @@ def main_params_with_grads(shard_set: ShardSet) -> Iterator[list[ParamShard]]:
 
 
 def _set_grads(shard_set: ShardSet, shards: Sequence[ParamShard]) -> None:
-    """Sets the gradients of what is stepped: views where the dtype is the same, otherwise copies."""
+    """Sets the gradients of main params and parts: views where the dtype is the same, otherwise copies."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
     for shard in shards:
@@ -71,5 +73,5 @@ def _set_grads(shard_set: ShardSet, shards: Sequence[ParamShard]) -> None:
 
 
 def _part(shard_set: ShardSet, shard: ParamShard) -> Tensor:
-    """This rank's part of the parameter, which the model reads."""
+    """Returns this rank's part of the parameter, which the model reads."""
     return shard_set.engine.local_parts.local_view(shard_set.engine.params[shard.param])

@@ -1,6 +1,6 @@
 """The parameters that one rank steps, and their optimizer state."""
 
-from .flat_run import BLOCK_NUMEL, FlatRun, build_runs, cut_shards, unshare_state
+from .flat_run import FlatRun, build_runs, cut_shards
 from .flat_shard import FlatShard
 from .gathered_state import Gather, gather_main_params, gather_state_dict, number_params, state_by_number
 from .host_copies import to_host
@@ -19,10 +19,9 @@ from .saved_state import (
     saved_name,
     shard_state,
 )
-from .state_fragments import MAIN_PARAMS, STATE, Fragment, LazyMainParam, StateFragments
+from .state_fragments import MAIN_PARAMS, STATE, Fragment, StateFragments
 
 __all__ = [
-    "BLOCK_NUMEL",
     "MAIN_PARAM",
     "MAIN_PARAMS",
     "REMAINDER",
@@ -31,7 +30,6 @@ __all__ = [
     "FlatShard",
     "Fragment",
     "Gather",
-    "LazyMainParam",
     "ParamShard",
     "StateFragments",
     "as_saved",
@@ -56,5 +54,4 @@ __all__ = [
     "state_by_number",
     "take_outside_changes",
     "to_host",
-    "unshare_state",
 ]

@@ -1,20 +1,20 @@
-"""Makes what the optimizer steps: this rank's shards, joined where they lie side by side, and cut to fit the cache.
+"""The tensors that the optimizer steps: this rank's shards, joined to runs of neighbours and cut to fit the cache.
 
 [Note: runs]
-Between steps each parameter's shard has state of its own, as checkpoints want it. In a step the shards of one group
-that follow each other in a bucket are one flat tensor, a *run*: a model of 2,000 small parameters is stepped as a few
-tensors. Runs and shards are views of the same memory, and so are their states: going from one to the other copies
-nothing but counters, unless other shards are joined than before. The few elements between two parameters, there for
-alignment, are stepped along: weight, gradient and state are zero there.
+Between steps each parameter's shard has its own state, as checkpoints need it. In a step the neighbouring shards of one
+group in a bucket are one flat tensor, a *run*: a model of 2,000 small parameters is stepped as a few tensors. Runs and
+shards are views of the same memory, and so are their states: going from one form to the other copies only counters,
+unless different shards are joined than before. The padding between two parameters is stepped along: weight, gradient
+and state are zero there.
 
-A parameter that has no gradient in a step that its neighbours take is kept apart, and has another history from then on
-(its ``step`` counter, for one).
+A parameter without a gradient in a step that its neighbours take is stepped in a run of its own, and has a different
+history from then on (its ``step`` counter, for example).
 
 [Note: blocks that fit the cache]
-An optimizer that does one operation after the other on a whole tensor reads it from memory each time. On the CPU, where
-that is so unless it is fused, a run is stepped in blocks that stay in the cache: the same bits, in less time. A fused
-kernel on the CPU is the other way round: it rounds a tensor's last few elements differently, so that its shards are not
-joined, and takes all tensors in one call anyway.
+An optimizer that is not fused does one operation after the other on all elements of a tensor, and reads them from
+memory each time. So on the CPU a run is stepped in blocks that stay in the cache: the same bits, in less time. A fused
+kernel on the CPU rounds a tensor's last few elements differently, so its shards are not joined; it accepts all tensors
+in one call anyway.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..layout import PARAM_ALIGNMENT_NUMEL, Bucket, BufferLayout
 from ..trials import equal, is_per_element
 from .param_shard import ParamShard
 
-if TYPE_CHECKING:  # only those import it who ask for it
+if TYPE_CHECKING:  # imported only where the option is used
     from .low_bits import LowBits
 
-BLOCK_NUMEL = 2**17
+CACHE_BLOCK_NUMEL = 2**17
 """Elements of a block. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
 
 Span = tuple[int, int]
@@ -48,16 +48,14 @@ class FlatRun:
     """Shards of one parameter group, side by side in one bucket. All its tensors are flat and of equal length.
 
     Attributes:
-        bucket, group: their numbers.
-        start: the place of the first element in the bucket's buffer.
+        start: the position of the first element in the bucket's buffer.
         shards: in the order of their addresses.
-        main: what is stepped; the shards' ``main`` are parts of it.
-        weights: those that ``main`` stands for; None if it is the weights.
+        main: the stepped tensor; the shards' ``main`` are slices of it.
+        weights: the weights that ``main`` is the main param of; None if ``main`` is the weights themselves.
         grad: the reduced gradients, in the gradient dtype.
         keeps_remainder: see param_shard's [Note: remainders of sent changes].
-        bits: as a shard's, whose ``low`` is ``main`` then. Such a run is stepped in slices.
-        times: the number of times that its parameters are in their group: a tied weight may be listed twice, and is
-            stepped twice then.
+        bits: as in a shard; ``main`` is their ``low`` then, and the run is stepped in slices.
+        times: how often its parameters are in their group: one that is listed twice is stepped twice.
     """
 
     bucket: int
@@ -77,93 +75,101 @@ class FlatRun:
         self._cut_for_shards: _CutState | None = None
         self._cut_for_tensors: _CutState | None = None
         self.tensors = [self.main]
-        """The tensors in the optimizer's groups in a step: ``main``, whole or in blocks."""
+        """The tensors in the optimizer's groups in a step: ``main``, in one tensor or in blocks."""
         self.begins = False
-        """Whether the next step brings the state into being; it can be in blocks after that."""
+        """True if the next step creates the state; it can be cut into blocks after that."""
 
-    def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, block_numel: int) -> None:
-        """Replaces the shards' state by the state of ``tensors`` (the run, whole or in blocks).
+    def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, *, in_blocks: bool) -> None:
+        """Replaces the shards' state by the state of ``tensors`` (the run, in one tensor or in blocks).
 
-        What is kept for each element (``exp_avg``) becomes views of one flat tensor, without a copy where it was cut
-        from it before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` saw: one is kept.
+        Element-wise state (``exp_avg``) becomes views of one flat tensor, without a copy where it was cut from that
+        tensor before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` checked: one is kept.
 
         Args:
-            names: of what the optimizer keeps for each element, where that is known.
-            block_numel: the most elements of one tensor.
+            names: the names of element-wise state, where they are known.
+            in_blocks: see [Note: blocks that fit the cache].
         """
         numel = self.main.numel()
+        block_numel = CACHE_BLOCK_NUMEL if in_blocks else numel
+        # Popped before the run's state is added: a run of one shard is the shard's own tensor, and has the same key.
         states = [state.pop(shard.main, {}) for shard in self.shards]
-        whole = _join(states, self._shard_spans, numel, names, self._cut_for_shards)
-        # before its first step there is no state to cut: the step makes it for the whole run, in one piece, and later
-        # ones see it in blocks without a copy
-        starts = range(0, numel, block_numel) if whole and numel > block_numel else (0,)
+        joined = _join(states, self._shard_spans, numel, names, self._cut_for_shards)
+        # Before its first step there is no state to cut: that step creates it for the run in one tensor, and later
+        # steps see it in blocks without a copy.
+        starts = range(0, numel, block_numel) if joined and numel > block_numel else (0,)
         spans = list(itertools.pairwise((*starts, numel)))
         if len(spans) != len(self.tensors):
             self.tensors = [flat_slice(self.main, span) for span in spans]
-        self._cut_for_shards, self._cut_for_tensors = None, _CutState(whole, spans, numel, names)
+        # The joined tensors are kept in _CutState, so that split_state finds them again and copies nothing.
+        self._cut_for_shards, self._cut_for_tensors = None, _CutState(joined, spans, numel, names)
         state.update(zip(self.tensors, self._cut_for_tensors.parts, strict=True))
-        self.begins = not whole and numel > block_numel
+        self.begins = not joined and numel > block_numel
 
     def split_state(self, state: MutableMapping[Tensor, State], names: set[str] | None) -> None:
-        """Replaces the state of ``tensors`` by that of the shards, with the arguments of :meth:`join_state`."""
+        """Replaces the state of ``tensors`` by that of the shards; the reverse of :meth:`join_state`."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.pop(tensor, {}) for tensor in self.tensors]
-        whole = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
+        joined = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
         self._cut_for_tensors = None
-        if whole:
-            self._cut_for_shards = _CutState(whole, self._shard_spans, self.main.numel(), names)
+        if joined:
+            self._cut_for_shards = _CutState(joined, self._shard_spans, self.main.numel(), names)
             state.update(zip((shard.main for shard in self.shards), self._cut_for_shards.parts, strict=True))
 
     def joined_state(self, state: Mapping[Tensor, State], names: set[str] | None) -> State:
-        """Returns the state of the whole run while it is that of ``tensors``, and leaves all as it is."""
+        """Returns the state of the run in one tensor, while it is joined. Changes nothing."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.get(tensor, {}) for tensor in self.tensors]
         return _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
 
     def has_one_history(self, state: Mapping[Tensor, State], names: set[str] | None) -> bool:
-        """Whether the shards' states, while they are split, can be joined."""
+        """Returns True if the shards' states, while they are split, can be joined."""
         return all(have_one_history(a, b, state, names) for a, b in itertools.pairwise(self.shards))
 
     def set_grad(self) -> None:
-        """Gives the tensors their gradients: views if the dtype is theirs, else copies."""
+        """Sets ``.grad`` of the tensors: views if the dtypes are equal, otherwise copies."""
         start, grad = 0, self.grad.to(self.main.dtype)
         for tensor in self.tensors:
             tensor.grad = grad[start : start + tensor.numel()]
             start += tensor.numel()
 
     def element_names(self, names: set[str] | None) -> set[str]:
-        """The names of what was split for each element."""
-        whole, numel = self._cut_for_shards.whole if self._cut_for_shards else {}, self.main.numel()
-        return {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
+        """Returns the names of the element-wise state that was split."""
+        joined, numel = self._cut_for_shards.joined if self._cut_for_shards else {}, self.main.numel()
+        return {name for name, value in joined.items() if is_per_element(name, value, (numel,), names)}
+
+    def unshare_state(self, state: Mapping[Tensor, State]) -> None:
+        """Copies the state of a run of one shard, so that it no longer keeps the state of a larger run alive."""
+        if kept := state.get(self.main):
+            kept.update({name: value.clone() for name, value in kept.items() if isinstance(value, Tensor)})
 
     def forget_state(self) -> None:
-        """Lets go of the state that was split, since another takes its place."""
+        """Drops the state that was split, since another replaces it."""
         self._cut_for_shards = None
 
 
 class _CutState:
-    """Cuts the state of a flat tensor into states of its parts, which share its memory, and knows them again.
+    """Cuts the state of a flat tensor into states of its slices, which share its memory.
 
-    Hazard: an optimizer may replace a tensor of its state in a step (``state["x"] = state["x"] * 2``), or a user load
-    others. The flat tensor is stale then, so :meth:`still_has` compares identities before it is used again.
+    Hazard: an optimizer may replace a tensor of its state in a step (``state["x"] = state["x"] * 2``), or a user may
+    load others. The flat tensor is stale then, so :meth:`still_has` compares identities before it is used again.
     """
 
-    def __init__(self, whole: State, spans: Sequence[Span], numel: int, names: set[str] | None) -> None:
-        self.whole, self.spans = whole, spans
-        self.parts: list[State] = [whole] if len(spans) == 1 and spans[0] == (0, numel) else []
+    def __init__(self, joined: State, spans: Sequence[Span], numel: int, names: set[str] | None) -> None:
+        self.joined, self.spans = joined, spans
+        self.parts: list[State] = [joined] if len(spans) == 1 and spans[0] == (0, numel) else []
         if not self.parts:
-            per_element = {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
+            per_element = {name for name, value in joined.items() if is_per_element(name, value, (numel,), names)}
             self.parts = [
                 {
                     name: flat_slice(value, span) if name in per_element else _separate_copy(value)
-                    for name, value in whole.items()
+                    for name, value in joined.items()
                 }
                 for span in spans
             ]
         self._given = [dict(part) for part in self.parts]
 
     def still_has(self, name: str, states: Sequence[State]) -> bool:
-        """Whether these are the parts that were given out under this name."""
+        """Returns True if ``states`` still have the slices that were cut under this name."""
         return len(states) == len(self._given) and all(
             state[name] is given.get(name) for state, given in zip(states, self._given, strict=True)
         )
@@ -172,39 +178,36 @@ class _CutState:
 def _join(
     states: Sequence[State], spans: Sequence[Span], numel: int, names: set[str] | None, known: _CutState | None
 ) -> State:
-    """The state of a flat tensor of ``numel`` elements from those of its parts; without copies where they were cut from
-    ``known``."""
-    # a shard that is alone in its run: its state is that of the run, the very dictionary
+    """Returns the state of a flat tensor of ``numel`` elements, from the states of its slices.
+
+    Copies nothing where the slices were cut from ``known``.
+    """
+    # A run of one shard: its state is that of the run, the very dictionary.
     if len(spans) == 1 and spans[0] == (0, numel):
         return states[0]
-    whole: State = {}
+    joined: State = {}
     for name, value in states[0].items():
         if not is_per_element(name, value, (spans[0][1] - spans[0][0],), names):
-            whole[name] = _separate_copy(value)
+            joined[name] = _separate_copy(value)
         elif known is not None and known.still_has(name, states):
-            whole[name] = known.whole[name]
+            joined[name] = known.joined[name]
         else:
-            # zeros: the elements between two parameters are stepped along, and nothing but zero may ever be there
-            whole[name] = value.new_zeros(numel)
+            # Zeros: the padding between two parameters is stepped along, and must stay zero.
+            joined[name] = value.new_zeros(numel)
             for state, (start, end) in zip(states, spans, strict=True):
-                whole[name][start:end] = state[name]
-    return whole
+                joined[name][start:end] = state[name]
+    return joined
 
 
 def _separate_copy(value: Any) -> Any:
-    """A copy for one of many tensors: a deep copy of a tensor takes ten times as long as its clone."""
+    # A deep copy of a tensor takes ten times as long as its clone.
     return value.detach().clone() if type(value) is Tensor else copy.deepcopy(value)
 
 
 def flat_slice(flat: Tensor, span: Span) -> Tensor:
-    """Elements ``[start, end)`` of a 1-D contiguous tensor, with a storage that spans no more."""
+    """Returns elements ``[start, end)`` of a 1-D contiguous tensor, with a storage of only these."""
     start, end = span
     return slice_view(flat, int(flat.storage_offset()) + start, (end - start,), (1,), end - start)
-
-
-def unshare_state(state: State) -> None:
-    """Copies what are parts of a larger tensor, so as not to keep that alive."""
-    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
 
 def cut_shards(
@@ -214,19 +217,18 @@ def cut_shards(
     flats: Sequence[Tensor],
     bitmaps: Sequence[Tensor | None],
 ) -> dict[int, ParamShard]:
-    """This rank's shards of these parameters; main params of neighbours in one piece of memory.
+    """Makes this rank's shards of these parameters. The main params of neighbours share one allocation.
 
     Args:
-        indices: of the parameters; those of which another rank has all are left out.
-        layout, rank: where they lie, and whose they are.
-        flats: the parameters' buffers.
-        bitmaps: beside them; None where main params are kept in fp32.
+        indices: parameters of the layout; parameters without elements on this rank are left out.
+        flats: the param buffers.
+        bitmaps: one for each buffer; None where main params are kept in fp32.
     """
     slots = layout.slots
     owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
     neighbours: list[list[int]] = []
     for index in sorted(owned, key=lambda index: (slots[index].bucket, owned[index])):
-        # main params of neighbours come from one allocation, so that a run of them is one flat tensor without a copy
+        # Main params of neighbours come from one allocation, so that a run of them is one flat tensor without a copy.
         before = neighbours[-1][-1] if neighbours else None
         if (
             before is not None
@@ -240,7 +242,7 @@ def cut_shards(
     for members in neighbours:
         buffer, base = slots[members[0]].buffer, 0
         flat, bits = flats[buffer], None
-        # 16-bit weights: the shard is a view of an fp32 copy; others are views of the parameters' own buffer
+        # 16-bit weights: the shard is a view of an fp32 copy. Other shards are views of the param buffer.
         is_apart, keeps_remainder = layout.has_separate_main(members[0]), layout.sends_weight_changes(members[0])
         if is_apart:
             base = owned[members[0]][0]
@@ -261,7 +263,7 @@ def cut_shards(
 
 
 def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> LowBits:
-    """The bits of main params that are their weights, which begin at element ``start`` of the buffer."""
+    """Returns the low bits of main params that equal their weights, which begin at element ``start`` of the buffer."""
     from .low_bits import Bitmap, LowBits
 
     first = bucket.start // bucket.domain.num_shards + start - layout.shard_range(bucket, rank)[0]
@@ -279,21 +281,21 @@ def build_runs(
     state: Mapping[Tensor, State],
     names: set[str] | None,
 ) -> list[FlatRun]:
-    """The fewest runs that these shards can be stepped in, by address.
+    """Joins shards to as few runs as possible; returns these by address.
 
     Args:
         groups: this rank's shards by parameter group.
-        times: as a run's, by parameter.
+        times: how often each parameter is in its group.
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
-        reduced: the reduced gradients in a bucket, from one element of its buffer to another.
+        reduced: returns the reduced gradients in a bucket, from one element of its buffer to another.
         state, names: as for :meth:`FlatRun.join_state`.
     """
 
     def address(shard: ParamShard) -> int:
         return layout.slots[shard.param].start + shard.start
 
-    # by address, whatever the order of the optimizer's groups: only neighbours in memory are one tensor
+    # By address, whatever the order of the optimizer's groups: only neighbours in memory are one tensor.
     placed = [(shard, number) for number, shards in enumerate(groups) for shard in shards]
     placed.sort(key=lambda pair: (layout.slots[pair[0].param].bucket, address(pair[0]), pair[0].numel))
     drafts: list[tuple[int, list[ParamShard]]] = []
@@ -303,9 +305,9 @@ def build_runs(
             if (
                 layout.slots[before.param].bucket == layout.slots[shard.param].bucket
                 and before.flat is shard.flat
-                # an empty shard has no address of its own, and could stand between two that are not neighbours
+                # An empty shard has no address of its own, and could be between two that are not neighbours.
                 and min(before.numel, shard.numel) > 0
-                # no other parameter lies between: each begins on a multiple of the alignment
+                # No other parameter is between them: each begins on a multiple of the alignment.
                 and address(shard) - address(before) - before.numel < PARAM_ALIGNMENT_NUMEL
                 and (before.param in stepping) == (shard.param in stepping)
                 and times[before.param] == times[shard.param]
@@ -326,7 +328,7 @@ def build_runs(
                 group,
                 span[0],
                 tuple(shards),
-                # the shard's own tensor where it is alone: an optimizer may know it by its identity
+                # A single shard is its own tensor: an optimizer may know it by its identity.
                 first.main if len(shards) == 1 else flat_slice(flat, (first.offset, last.offset + last.numel)),
                 flat_slice(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
@@ -339,7 +341,7 @@ def build_runs(
 
 
 def have_one_history(a: ParamShard, b: ParamShard, state: Mapping[Tensor, State], names: set[str] | None) -> bool:
-    """Whether the states of two shards differ in nothing but numbers for each element."""
+    """Returns True if the states of two shards differ only in element-wise state."""
     one, other = state.get(a.main, {}), state.get(b.main, {})
     if one.keys() != other.keys():
         return False

@@ -1,12 +1,12 @@
-"""A rank's part of a whole tensor, as torch.distributed.checkpoint writes and reads it.
+"""A rank's part of a full tensor, as torch.distributed.checkpoint writes and reads it.
 
-A shard is a range of the tensor's elements in memory order, which is in general no box of rows and columns, and boxes
-are what that format knows. Cut at the ends of rows the range falls into at most ``2 * ndim - 1`` boxes, each of them
-contiguous memory of the shard; so shards are written without a copy, and whatever reads the format (on other ranks,
-with FSDP, whole) finds an ordinary tensor by its parameter's name.
+A shard is a range of the tensor's elements in memory order. In general that is no box of rows and columns, and the
+format knows only boxes. Cut at the ends of rows, the range falls into at most ``2 * ndim - 1`` boxes, each of them
+contiguous memory of the shard. So shards are written without a copy, and any reader of the format (with a different
+number of ranks, with FSDP, in one process) finds an ordinary tensor by its parameter's name.
 
-Of a tensor-parallel parameter a shard is a range of this rank's part, which is a box of the whole itself: the shard's
-boxes are that many elements further along one dimension.
+A shard of a tensor-parallel parameter is a range of this rank's part, which is itself a box of the full tensor: the
+shard's boxes begin that many elements further along one dimension.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layout import contiguous_stride, dense_stride
 from ..module import CutParam
 
-if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
+if TYPE_CHECKING:  # importing it takes half a second, which is paid only to save or load directories
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -30,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """The boxes that the elements ``[start, end)`` of a contiguous tensor consist of, in order.
+    """Yields the boxes that make up the elements ``[start, end)`` of a contiguous tensor, in order.
 
     Each is contiguous memory. Scalars (``shape == ()``) have one box.
     """
@@ -41,11 +41,11 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows
+    first, last = -(-start // row), end // row  # the complete rows
     if first > last:  # within one row
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return
-    # Three stretches: the end of a row, whole rows, the beginning of a row; the outer two are cut further inside.
+    # The end of a row, complete rows, and the beginning of a row; the first and the last are cut further inside.
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else -1)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
@@ -60,15 +60,15 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[
 class FlatShard(Tensor):
     """Elements ``[start, start + local.numel())`` of a tensor, in the order of its memory.
 
-    It has the whole tensor's shape and strides, ``local``'s dtype and device, and no other element. It can be
+    It has the full tensor's shape and strides, ``local``'s dtype and device, and no other element. It can be
     saved, loaded into, copied and detached; any other operation raises.
 
     Args:
         local: 1-D; not copied.
-        start: of the first element, counted in the order of ``stride``.
-        part_shape: of the whole tensor, or of the part of it that this tensor rank has.
-        part_stride: of the same, dense.
-        cut: where that part is in the whole tensor; None if it is the whole.
+        start: the position of the first element, in memory order.
+        part_shape: the shape of the full tensor, or of this tensor rank's part of it.
+        part_stride: the strides of the same, dense.
+        cut: the place of that part in the full tensor; None if the part is the full tensor.
     """
 
     local: Tensor
@@ -87,7 +87,7 @@ class FlatShard(Tensor):
         cut: CutParam | None = None,
     ) -> FlatShard:
         shape, stride = part_shape, part_stride
-        if cut is not None:  # the ranks agree on the whole's shape, and each has strides of its own
+        if cut is not None:  # ranks agree on the full shape, but each may have different strides
             shape, stride = cut.shape, contiguous_stride(cut.shape)
         return Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device, requires_grad=False
@@ -106,18 +106,18 @@ class FlatShard(Tensor):
 
     @classmethod
     def of_part(cls, part: Tensor, cut: CutParam) -> FlatShard:
-        """All of this tensor rank's part of a tensor; not copied, unless it overlaps itself or has holes."""
+        """Returns all of this tensor rank's part of a tensor; copied only if it overlaps itself or has holes."""
         if dense_stride(part.shape, part.stride()) != part.stride():
             part = part.contiguous()
         return cls(part.as_strided((part.numel(),), (1,)), 0, tuple(part.shape), part.stride(), cut)
 
     def as_part(self) -> Tensor:
-        """All of a part, in its shape: a view."""
+        """Returns a complete part in its shape, as a view."""
         assert self.local.numel() == math.prod(self.part_shape), "a range of it has no shape"
         return self.local.as_strided(self.part_shape, self.part_stride)
 
     def with_local(self, local: Tensor) -> FlatShard:
-        """The same part of the same tensor, with other memory."""
+        """Returns the same part of the same tensor, with different memory."""
         return FlatShard(local, self.start, self.part_shape, self.part_stride, self.cut)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -150,7 +150,8 @@ class FlatShard(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         order = self._memory_order()
         taken = 0
-        # Boxes follow each other in local, so counting elements finds each; without an offset the first is meant.
+        # Boxes are one after the other in local, so counting elements finds each of them.
+        # An index without an offset means the first one.
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
@@ -160,13 +161,13 @@ class FlatShard(Tensor):
         raise ValueError(f"{self!r} has no part at {index.offset}")
 
     def _memory_order(self) -> list[int]:
-        """The dimensions, slowest first."""
+        """Returns the dimensions, slowest first."""
         shape, stride = self.part_shape, self.part_stride
-        # A dimension of size one has any stride, and is put where it does not separate others that lie together.
+        # A dimension of size one may have any stride; its place must not separate adjacent dimensions.
         return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
     def _boxes(self) -> list[Box]:
-        """The boxes of the whole tensor, in their order in ``local``."""
+        """Returns the boxes of the full tensor, in the order of ``local``."""
         order, shape = self._memory_order(), self.part_shape
         back = [order.index(dim) for dim in range(len(order))]
         in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.local.numel())
@@ -188,7 +189,7 @@ class FlatShard(Tensor):
         kwargs = kwargs or {}
         shard = args[0]
         aten = torch.ops.aten
-        # All that saving and loading do: a copy to the host, a fresh target, a copy into it. Whatever computes would
+        # Saving and loading need only these: a copy to the host, a new target, a copy into it. Code that computes would
         # see a part and not know it.
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs.pop("memory_format", None)

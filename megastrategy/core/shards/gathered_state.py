@@ -1,8 +1,7 @@
 """Gathers the shards of an optimizer's state to torch's own full-shaped format.
 
-The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a
-value that has one number for each element of the parameter has the parameter's shape and strides. It does not depend
-on the number of ranks, buckets or padding.
+That is the format that plain DDP writes: ``{"state": {index: {name: value}}, "param_groups": [...]}``, in which
+element-wise state has the parameter's shape and strides. It does not depend on the number of ranks, buckets or padding.
 """
 
 from __future__ import annotations
@@ -24,37 +23,39 @@ from .state_fragments import Description, Keys, StateFragments, agreed_keys
 
 
 class Gather:
-    """Brings the ranks' parts of a state to rank 0, or ``everywhere``. Collective.
+    """Gathers the ranks' parts of a state to rank 0, or ``everywhere``. Collective.
 
     Attributes:
-        is_root: whether this rank gets what is gathered.
+        is_root: True if this rank gets the result.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, *, everywhere: bool = False) -> None:
-        self._collectives, self._device, self._everywhere = collectives, device, everywhere
+        self._collectives, self.device, self._everywhere = collectives, device, everywhere
         self.is_root = everywhere or collectives.is_rank_zero
 
-    def everybody(self, own: Any) -> list[Any]:
-        """Every rank's picklable ``own``."""
+    def all_gather_objects(self, own: Any) -> list[Any]:
+        """Returns every rank's picklable ``own``, on all ranks."""
         return self._collectives.all_gather_objects(own)
 
     def bucket(self, flat: Tensor) -> None:
-        """``flat``, with this rank's part of a bucket in it, becomes whole."""
+        """Fills ``flat``, which has this rank's shard of a bucket in its place, with the other ranks' shards."""
         self._collectives.all_gather(flat).wait()
-        if self.is_root:  # which copies what has come to the host next
-            self._collectives.wait_for_device(self._device, "all-gather")
+        if self.is_root:  # it copies the bucket to the host next
+            self._collectives.wait_for_device(self.device, "all-gather")
 
     def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
-        """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
-        has to be exhausted too."""
+        """Yields the states of parameters that ranks step whole, by parameter, in the root's host memory.
+
+        Yields nothing on other ranks, which have to iterate nevertheless.
+        """
         if self._everywhere:
             return gather_states_everywhere(own, self._collectives)
-        wholes = gather_states(own, self._collectives, self._device)
+        wholes = gather_states(own, self._collectives, self.device)
         return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """torch's numbering: ``id(param)`` -> its place, counted through the groups; its last one in its group."""
+    """Returns torch's numbers of parameters by ``id``: counted through the groups, the last place within a group."""
     numbers: dict[int, int] = {}
     start = 0
     for group in optimizer.param_groups:
@@ -65,8 +66,10 @@ def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def state_by_number(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of parameters that every rank steps by itself, in host memory; an empty one of those that were not
-    stepped yet, which are then no parameters without an entry."""
+    """Returns the state of parameters that every rank steps by itself, in host memory.
+
+    A parameter that was not stepped yet gets an empty entry, which differs from a parameter without an entry.
+    """
     numbers = number_params(optimizer)
     of_params = {numbers[id(param)]: param for param in params}
     kept = as_saved(optimizer, {number: param for number, param in of_params.items() if optimizer.state.get(param)})
@@ -78,15 +81,13 @@ def gather_state_dict(
     params_by_id: Mapping[int, int],
     parts: StateFragments,
     gather: Gather,
-    device: torch.device,
 ) -> dict[str, Any]:
-    """The full state on rank 0's host memory, None in its place on other ranks.
+    """Returns the full state in the root's host memory; on other ranks ``state`` is None.
 
     One state tensor of one bucket is gathered at a time.
 
     Raises:
-        CheckpointError: on all ranks that gather, if the state of any cannot be saved, or those of several are no
-            whole.
+        CheckpointError: on all ranks, if the state of one cannot be saved, or those of several do not fit together.
     """
     numbers = number_params(optimizer)
     groups, layout = groups_as_saved(optimizer, numbers), parts.layout
@@ -95,17 +96,17 @@ def gather_state_dict(
     state: dict[int, dict[str, Any]] = {}
     if gather.is_root:
         state = {number_of[index]: values for index, values in scalars.items() if index in number_of}
-        # Of no shard: what was frozen at the wrap, and extra_params. Both are whole on every rank.
+        # Parameters without shards, frozen or not in the model: every rank has all of their state.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         kept = as_saved(optimizer, {numbers[id(p)]: p for p in frozen if optimizer.state.get(p)})
         state.update({number: to_host(dict(values)) for number, values in kept.items()})
-    scratch = _Scratch(layout, device)
+    scratch = _Scratch(layout, gather.device)
     for bucket in layout.buckets:
         members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
         for index in bucket.params:
             for key_and_dtype in sharded_keys.get(index, ()):
                 members_by_key.setdefault(key_and_dtype, []).append(index)
-        # In the same order on all ranks, since sharded_keys joins what any of them has: each of these is a collective.
+        # In the same order on all ranks, since each of these is a collective: sharded_keys is the same everywhere.
         for (key, dtype), members in members_by_key.items():
             gathered = _gather_bucket(bucket, members, key, dtype, parts, gather, scratch)
             for index, full in gathered:
@@ -116,14 +117,11 @@ def gather_state_dict(
     return {"state": dict(sorted(state.items())) if gather.is_root else None, "param_groups": groups}
 
 
-def gather_main_params(
-    params: Collection[int], parts: StateFragments, gather: Gather | None, device: torch.device
-) -> dict[str, Tensor]:
-    """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
-    0's host memory; nothing on other ranks.
+def gather_main_params(params: Collection[int], parts: StateFragments, gather: Gather | None) -> dict[str, Tensor]:
+    """Returns the full fp32 main params of ``params`` by name, in the order of registration, in the root's host memory.
 
-    Without ``gather`` all of them are here, and referred to, as torch's own state dict does. One bucket is gathered at
-    a time.
+    Other ranks get nothing. Without ``gather`` every rank has all of them, and they are returned without a copy, as in
+    torch's own state dict. One bucket is gathered at a time.
     """
     main_params: dict[int, Tensor] = {}
     layout = parts.layout
@@ -132,7 +130,7 @@ def gather_main_params(
             shard.param: fragment.state[MAIN_PARAM] for fragment in parts.fragments for shard in fragment.shards
         }
     else:
-        scratch = _Scratch(layout, device)
+        scratch = _Scratch(layout, gather.device)
         for bucket in layout.buckets:
             members = [i for i in bucket.params if i in params and layout.has_separate_main(i)]
             if members:
@@ -144,8 +142,8 @@ def gather_main_params(
 
 
 class _Scratch:
-    """Memory for one bucket at a time, kept between them: one that came and went between the copies that stay would
-    leave holes in the heap, as much as the state itself."""
+    """Memory for one bucket at a time, reused by the next: allocated and freed between copies that stay, it would leave
+    holes in the heap of the size of the state itself."""
 
     def __init__(self, layout: BufferLayout, device: torch.device) -> None:
         self._layout, self._device = layout, device
@@ -159,8 +157,10 @@ class _Scratch:
         return self._on_device[dtype][:numel]
 
     def on_host(self, flat: Tensor) -> Tensor:
-        """``flat`` in host memory, until the next call: on the host itself. In one piece, into pinned memory: thousands
-        of small copies would wait for the device each, and the driver would copy once more."""
+        """Returns ``flat`` in host memory, valid until the next call; on the host it is ``flat`` itself.
+
+        One copy into pinned memory: thousands of small ones would each wait for the device, and be copied twice.
+        """
         if devices.is_on_host(flat.device):
             return flat
         if flat.dtype not in self._on_host:
@@ -181,12 +181,12 @@ def _gather_bucket(
     gather: Gather,
     scratch: _Scratch,
 ) -> Iterable[tuple[int, Tensor]]:
-    """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone."""
+    """Gathers one tensor for each of ``members`` from the ranks' parts; returns full tensors, only on the root."""
     layout = parts.layout
-    flat = scratch.on_device(dtype, bucket.numel).zero_()  # of the bucket before
+    flat = scratch.on_device(dtype, bucket.numel).zero_()  # else the previous bucket's values would stay in the gaps
     parts.put(flat, bucket, key)
     gather.bucket(flat)
-    if not gather.is_root:  # the collective was this rank's part
+    if not gather.is_root:
         return ()
     host = scratch.on_host(flat)
     starts = [layout.slots[index].start - bucket.start for index in members]
@@ -197,20 +197,19 @@ def _gather_bucket(
 
 
 def _describe_everywhere(parts: StateFragments, gather: Gather) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
-    """Describes the state of all ranks: on rank 0 values of whole parameters, and names and dtypes of element-wise
-    ones."""
+    """Returns the values of all ranks that are not element-wise (on the root), and the keys of element-wise state."""
     own: Description | str
     try:
         own = parts.describe()
     except CheckpointError as error:
-        own = str(error)  # sent, as the others wait for this rank's word
-    everybody: list[Description] = []
-    for rank, described in enumerate(gather.everybody(own)):
-        if isinstance(described, str):
-            raise CheckpointError(f"rank {rank}: {described}")
-        everybody.append(described)
-    sharded = agreed_keys(everybody, parts.layout, parts.all_reduce_option)
+        own = str(error)  # sent, since the other ranks wait for this one
+    by_owner: list[Description] = []
+    for rank, description in enumerate(gather.all_gather_objects(own)):
+        if isinstance(description, str):
+            raise CheckpointError(f"rank {rank}: {description}")
+        by_owner.append(description)
+    sharded = agreed_keys(by_owner, parts.layout, parts.all_reduce_option)
     scalars: dict[int, dict[str, Any]] = {}
-    for described in everybody if gather.is_root else ():  # other ranks do not need the thousands of tensors
-        scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds
+    for description in by_owner if gather.is_root else ():  # other ranks do not need the thousands of tensors
+        scalars = dict(description.values()) | scalars  # of several owners the lowest rank's value is saved
     return scalars, sharded

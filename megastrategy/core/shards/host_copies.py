@@ -1,11 +1,11 @@
 """Copies of state in host memory.
 
 [Note: pinned memory]
-A device copies to pinned memory by itself, as fast as the bus is. Into any other memory the driver copies by way of a
-buffer of its own, tensor by tensor, while the host waits. Pinned memory is taken from every other program, and takes
-long to pin. So there is a little of it, in two halves: the device fills one with as many tensors as it holds while the
-host empties the other. The host writes pages that no process has used before, which is slower than the bus, so its
-writes are what remains of the time.
+A device copies to pinned memory by itself, at the speed of the bus. Into any other memory the driver copies through a
+buffer of its own, tensor by tensor, while the host waits. Pinned memory is not available to other programs, and takes
+long to pin. So there is a little of it, in two halves: the device fills one with several tensors while the host empties
+the other. The host writes pages that no process has used before, which is slower than the bus, so only the time of its
+writes remains.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .flat_shard import FlatShard
 
 PINNED_BYTES = 64 * 2**20
 """A few milliseconds of the bus, beside which a launch and a wait are nothing."""
-_ALIGNMENT_BYTES = 16  # of what is copied at once into pinned memory: no dtype is larger
+_ALIGNMENT_BYTES = 16  # between tensors in pinned memory: no dtype is larger
 
 
 def to_host(state: Any) -> Any:
-    """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
+    """Copies nested state to host memory, where later steps do not change it: for asynchronous saves, for example."""
     pairs: list[tuple[Tensor, Tensor]] = []
     copied = _copy(state, pairs)
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
@@ -39,13 +39,13 @@ def to_host(state: Any) -> Any:
 
 
 def _copy(state: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """A copy, but that targets in ``pairs`` of (source, target) are still to be filled."""
+    """Copies nested state, except that the targets in ``pairs`` (source, target) are still to be filled."""
     if isinstance(state, FlatShard):
         return state.with_local(_copy(state.local, pairs))
     if isinstance(state, Tensor):
         source = state.detach()
         if devices.is_on_host(source.device) or type(source) is not Tensor or not source.is_contiguous():
-            # copy=True: on the CPU to() would hand out the very tensor that the next step changes.
+            # copy=True: on the CPU to() would return the tensor itself, which the next step changes.
             return source.to("cpu", copy=True)
         pairs.append((source, torch.empty_like(source, device="cpu")))
         return pairs[-1][1]
@@ -58,7 +58,7 @@ def _copy(state: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 class _Half:
-    """Half of the pinned memory, with the copies into it that are under way."""
+    """Half of the pinned memory, and the copies into it that are under way."""
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
         self._memory, self._device = memory, device
@@ -71,7 +71,7 @@ class _Half:
         return self._num_used_bytes + part.nbytes <= self._memory.numel()
 
     def start(self, part: Tensor, target: Tensor) -> None:
-        """Starts the copy of contiguous elements of the device that :meth:`empty` puts into ``target``."""
+        """Starts to copy contiguous elements from the device; :meth:`empty` puts them into ``target``."""
         start = self._num_used_bytes
         self._arriving.append(self._memory[start : start + part.nbytes].view(part.dtype))
         self._arriving[-1].copy_(part, non_blocking=True)
@@ -79,7 +79,7 @@ class _Half:
         self._num_used_bytes += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def mark(self) -> None:
-        """Notes that nothing more is started before :meth:`empty`."""
+        """Records the end of the copies that :meth:`empty` waits for."""
         if (streams := devices.streams_of(self._device)) is None:
             self._wait = lambda: torch.get_device_module(self._device).synchronize(self._device)
         else:

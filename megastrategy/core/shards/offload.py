@@ -1,20 +1,20 @@
-"""Keeps tensors in pinned memory of the host between steps, and copies them to a device and back beside its work.
+"""Keeps tensors in pinned host memory between steps, and copies them to a device and back beside its work.
 
 [Note: copies beside the step]
-A link between host and device carries both ways at once, so each way has a stream of its own. While one piece is
-stepped the next comes and the last one goes: memory for three is all that the device needs, however much is kept. What
-orders them, and what would happen else:
+A link between host and device carries both ways at once, so each way has a stream of its own. While one slice is
+stepped, the next slice's state is fetched and the last one's is sent: the device needs memory for three slices, however
+much is kept. The order of streams, and the error that each rule prevents:
 
-- A copy to the device starts behind the caller's stream: its memory was another tensor's, with work on it still queued.
-- The caller's stream is put behind that copy before the piece is used: it would be half of it the last one's.
-- A copy to the host starts behind the caller's stream: it would take what was there before the step.
-- What goes to the host is held until the caller's stream has been put behind that copy: the allocator gives free memory
-  to the next tensor of the caller's stream. That is done when the next piece goes, one piece late, so
-  that nothing stands still for it.
+- A copy to the device starts after the caller's stream: its memory was another tensor's, with work on it still queued.
+- The caller's stream waits for that copy before the slice is used: otherwise half of it would be the previous values.
+- A copy to the host starts after the caller's stream: otherwise it would copy the values from before the step.
+- A tensor that is sent to the host is referenced until the caller's stream waits for that copy: the allocator reuses
+  memory without references for the next tensor of the caller's stream. The wait is queued when the next slice is sent,
+  one slice late, so that nothing is held up by it.
 
-At the end of a step the host waits for all copies. Between steps what is kept is in host memory and at rest, so that
-a reader (a checkpoint, the user) need not know of any stream. A step that failed may have copied a piece
-that was not used: its memory is another tensor's by then, and the copy would be written over that.
+At the end of a step the host waits for all copies. Between steps the tensors are in host memory and no copy is under
+way, so that readers (a checkpoint, the user) need not know any stream. A failed step may have fetched a slice that was
+not used: its memory is another tensor's by then, and the copy would overwrite that.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ from ..collectives import Collectives
 
 
 class Arriving(NamedTuple):
-    """Copies on the device, to be used after :meth:`Offload.arrive`."""
+    """Copies on their way to the device, to be used after :meth:`Offload.arrive`."""
 
     places: list[Tensor]
     event: Any
 
 
 class Offload:
-    """See [Note: copies beside the step].
+    """Copies between pinned host memory and ``device``; see [Note: copies beside the step].
 
-    Args:
-        device: that computes.
-        streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of it; None for torch's.
+    ``streams``: has ``Stream``, ``Event``, ``stream`` and ``current_stream``; None for torch's of the device.
     """
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
@@ -53,36 +51,35 @@ class Offload:
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D, in pinned memory of the host."""
+        """Returns a 1-D tensor of zeros in pinned host memory."""
         return devices.pinned_memory(numel, dtype, self._device).zero_()
 
     def is_pinned(self, kept: Tensor) -> bool:
-        """Whether it is where :meth:`zeros` are. Copies are made from other memory of the host as well, and are waited
-        for."""
+        """Returns True for memory like that of :meth:`zeros`. Copies from other host memory make the host wait."""
         return devices.is_pinned(kept, self._device)
 
     def fetch(self, kept: Sequence[Tensor]) -> Arriving:
-        """Starts to copy what is kept to the device."""
-        # On the caller's stream, to which the allocator counts it.
+        """Starts to copy tensors to the device."""
+        # Allocated on the caller's stream, which will use the memory.
         places = [torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in kept]
         return Arriving(places, self._copy(self._to_device, places, kept))
 
     def arrive(self, arriving: Arriving) -> list[Tensor]:
-        """The copies, which the current stream may use from now on."""
+        """Returns the copies, which the current stream may use from now on."""
         self._put_behind(arriving.event)
         return arriving.places
 
     def send(self, kept: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Starts to copy ``values`` of the device to where they are kept. They may not be changed any more."""
+        """Starts to copy ``values`` from the device into ``kept``. They must not be changed any more."""
         self._leaving.append((self._copy(self._to_host, kept, values), values))
         while len(self._leaving) > 1:
             self._let_go()
 
     def settle(self, collectives: Collectives) -> None:
-        """Returns when what is kept is what was sent last, and no copy is on its way, used or not.
+        """Returns when all copies have arrived, used or not.
 
         Raises:
-            CollectiveError: if that will not be: what the copies are queued behind waits for a rank that is gone.
+            CollectiveError: if they never will, since work queued before them waits for a rank that is gone.
         """
         if self._to_host is not None:
             self._to_host.wait_stream(self._to_device)
@@ -93,7 +90,7 @@ class Offload:
         self._leaving.clear()
 
     def _copy(self, stream: Any, places: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
-        """Queues copies on one of the two streams; returns the event of their end, None on the host."""
+        """Queues copies on one of the two streams. Returns the event of their end, None on the host."""
         if stream is None:
             for place, value in zip(places, values, strict=True):
                 place.copy_(value)

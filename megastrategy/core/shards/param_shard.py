@@ -1,11 +1,11 @@
 """The part of one parameter that one rank steps: a flat shard, or all of it.
 
 [Note: remainders of sent changes]
-With ``param_wire_dtype`` owners send rounded changes of fp32 weights, which they add to their own weights too, so that
-all ranks hold the same bits. What rounding left out is the owner's to keep: it is what ``main`` holds between steps. A
-step begins with ``main += weights``, which are the exact weights then, and ends with ``main -= weights``, when those
-have changed by what could be sent. So nothing is lost but for a while; and weights that user code writes
-are those that the next step begins with, without being looked for.
+With ``param_wire_dtype`` owners send rounded changes of fp32 weights, and add the same rounded changes to their own
+weights, so that all ranks have the same bits. The owner keeps what rounding left out, the *remainder*: between steps
+``main`` is the remainder. A step begins with ``main += weights``, which gives the exact weights, and ends with ``main
+-= weights`` after the weights have changed by the rounded change. So nothing is lost, only delayed. Weights that user
+code writes between steps are the ones that the next step begins with, without a search for changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import devices
 from ..wire import publish_change_
 
-if TYPE_CHECKING:  # only those import it who ask for it
+if TYPE_CHECKING:  # imported only where the option is used
     from .low_bits import LowBits
 
 
@@ -40,14 +40,13 @@ class ParamShard:
 
     Attributes:
         param: index in the layout.
-        start, end: the part of the parameter, in elements of its memory order.
-        main: what the optimizer updates: fp32 memory of its own for 16-bit weights and those that are sent as changes,
-            else the weights themselves. Flat if the parameter is cut, of the parameter's shape if not. With ``bits``
-            it is their ``low``, and the optimizer updates fp32 values that are made for the step.
-        weights: the part of the parameter that ``main`` stands for, of the shape of ``main``, in the parameter buffer;
-            None if every rank has all of the parameter, which may be re-pointed at any time.
-        flat, offset: if the parameter is cut, ``main`` is the part of this 1-D tensor that begins there, among the
-            mains of its neighbours.
+        start, end: the range of the parameter, in elements of its memory order.
+        main: the tensor that the optimizer updates: an fp32 main param for 16-bit weights and for weights that are sent
+            as changes, otherwise the weights themselves. Flat if the parameter is cut, otherwise of its shape. With
+            ``bits`` it is their ``low``, and the optimizer updates fp32 values that are joined for the step.
+        weights: the same range of the param buffer, of the shape of ``main``; None if every rank has all of the
+            parameter, whose memory user code may replace at any time.
+        flat, offset: if the parameter is cut: the 1-D tensor of the mains of neighbours, in which ``main`` begins here.
         keeps_remainder: see [Note: remainders of sent changes].
         bits: the low bits of the main param, where only these are kept; see low_bits'
             [Note: the low bits of main params].
@@ -69,11 +68,11 @@ class ParamShard:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """That of what the optimizer updates."""
+        """The dtype that the optimizer updates."""
         return self.main.dtype if self.bits is None else torch.float32
 
     def main_param(self) -> Tensor:
-        """``main``; or the main param that is made of weights and bits, in memory of its own."""
+        """Returns ``main``; or the main param joined from weights and bits, in memory of its own."""
         if self.bits is None:
             return self.main
         assert self.weights is not None, "sharded"
@@ -82,8 +81,10 @@ class ParamShard:
         return main
 
     def set_main_param(self, value: Tensor) -> None:
-        """Takes over what :meth:`main_param` returned, here or on another rank. Of what has bits those are taken,
-        whatever the weights are now: they may be loaded later."""
+        """Sets what :meth:`main_param` returned, here or on another rank.
+
+        With ``bits`` these are set for the rounding of ``value``, whatever the weights are: they may be loaded later.
+        """
         if self.bits is None:
             self.main.copy_(value)
         else:
@@ -92,7 +93,7 @@ class ParamShard:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a flat shard: not if it is the whole parameter, on its owner or on every rank."""
+        """True for a flat shard; False for the whole parameter, on its owner or on every rank."""
         return self.flat is not None
 
 
@@ -101,21 +102,21 @@ def take_outside_changes(main: Tensor, weights: Tensor, dtype: torch.dtype) -> N
 
     Args:
         main: fp32.
-        weights: of the shape of ``main``, as they are or exactly in fp32.
+        weights: of the shape of ``main``, in their dtype or exactly in fp32.
         dtype: of the parameter, 16 bits.
     """
     rounded = main.to(dtype)
-    # Nearly always nothing has changed. On the host a look at all bits finds that in a third of the time of the rest.
+    # Nearly always nothing has changed. On the host a comparison of all bits takes a third of the time of the rest.
     if devices.is_on_host(main.device) and torch.equal(rounded.view(torch.int16), weights.view(torch.int16)):
         return
-    # NaN differs from itself, so a NaN in the weights is taken over too. Compared element by element: a checkpoint
-    # loaded in 16 bits must not round the main params that it agrees with.
+    # NaN differs from itself, so a NaN in the weights is copied too. Element by element: a checkpoint loaded in 16 bits
+    # must not round the main params that agree with it.
     changed = rounded != weights
     torch.where(changed, weights.float(), main, out=main)
 
 
 def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
-    """Makes ``main`` what the optimizer steps in the place of the weights that it stands for."""
+    """Prepares a main param for the optimizer's step: adds the weights to a remainder, or adopts outside changes."""
     if keeps_remainder:
         main.add_(weights)
     else:
@@ -123,12 +124,12 @@ def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
 
 
 def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits | None) -> None:
-    """Brings the weights what the optimizer did to ``main``: rounded to their dtype, or by a change that is sent.
+    """Writes the stepped main param into the weights: rounded to their dtype, or as a change that is sent.
 
     Args:
         main, weights: dense, of the same shape and strides.
-        change: 1-D, as many elements in memory order, and sent to others afterwards; None where weights are sent.
-        bits: take what the weights lack of ``main`` then; None where that stays.
+        change: 1-D, as many elements in memory order, sent to other ranks afterwards; None where weights are sent.
+        bits: get the low bits of ``main``; None where main params are kept in fp32.
     """
     if change is None:
         weights.copy_(main)
@@ -139,7 +140,7 @@ def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits
 
 
 def drop_remainders(stepped: Iterable[HasMain]) -> None:
-    """Forgets what others were not sent: it is unknown how much of it ``main`` holds."""
+    """Zeroes remainders after a failed step: ``main`` may be anything between a remainder and a stepped value."""
     for each in stepped:
         if each.keeps_remainder:
             each.main.zero_()

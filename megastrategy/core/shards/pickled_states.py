@@ -1,7 +1,7 @@
-"""The state of parameters that are stepped whole, on its way from their owners to rank 0.
+"""Sends state that may be any object from its owners to rank 0, or from rank 0 to the others, pickled.
 
-It may be anything: factors of a matrix, lists, states quantised in blocks, objects. So it travels as it would lie in a
-file, a few parameters at a time.
+The state of a parameter that is stepped whole may be factors of a matrix, lists, states quantised in blocks, objects.
+So it is sent as ``torch.save`` would write it, a few parameters at a time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from ..collectives import Collectives, bytes_of
 
 _ROUND_BYTES = 2**26
-"""An owner sends at least that much in a round, if it has it, or one parameter's state."""
+"""An owner sends at least that much in a round, if it has that much, or one parameter's state."""
 
 States = list[tuple[Any, Mapping[str, Any]]]
-"""The states of parameters, by a key of theirs that can be sorted."""
+"""The states of parameters, each with a sortable key of its parameter."""
 
 
 def packed(states: States) -> bytearray:
-    """The states of parameters, by index, to be sent."""
+    """Returns states as bytes."""
     file = io.BytesIO()
     torch.save(states, file)
     return bytearray(file.getbuffer())
 
 
 def unpacked(data: Any) -> States:
-    """Undoes :func:`packed`, into host memory. The bytes come from the group's own ranks and are trusted."""
+    """Reverses :func:`packed`, into host memory. The bytes come from the group's own ranks and are trusted."""
     states: States = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     return states
 
@@ -38,12 +38,12 @@ def unpacked(data: Any) -> States:
 def gather_states(
     own: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on rank 0, by parameter, and nothing elsewhere. Collective.
+    """Yields every owner's states on rank 0, by parameter, and nothing on other ranks. Collective.
 
     Args:
         own: this rank's states, by parameter (index or name).
         collectives: over the owners.
-        device: from whose memory these send.
+        device: the device of the tensors that ``collectives`` send.
     """
     rounds = _rounds(own)
     while True:
@@ -71,10 +71,7 @@ def gather_states(
 def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[Any]], ranks: Collectives) -> Any:
     """Returns ``saved``; where that is empty and rank 0's is not, rank 0's, in host memory. Collective.
 
-    Args:
-        saved: by key; everything in it can be pickled.
-        every: all ranks' keys.
-        ranks: all that call this.
+    ``every``: the keys of all ranks.
     """
     lacks_some = [not keys and bool(every[0]) for keys in every]
     if not any(lacks_some):

@@ -1,12 +1,12 @@
-"""Rounds fp32 to bf16 at random, the same way in every run that comes to the same numbers.
+"""Rounds fp32 to bf16 at random, the same way in every run that computes the same numbers.
 
 [Note: rounding at random]
-Adam's second moment moves by a thousandth of itself in a step, and bf16 has one number for each 256th: rounded to the
-nearest it would stay where it is for good. Rounded up with the probability of what is cut off, it is right on the mean.
+Adam's second moment changes by a thousandth in a step, and bf16 has a step of 1/256: rounded to the nearest, the moment
+would never change. Rounded up with the probability of the part that is cut off, it is right on average.
 
-The random numbers are hashed from the name of the parameter, the element's place in it, and the number of the step. So
-there is no generator whose state has to be saved; and the same element is rounded the same way wherever it
-lies, on any number of ranks, in any buckets, and in a run that was resumed.
+The random numbers are hashed from the parameter's name, the element's position in it, and the number of the step. So no
+generator has a state that must be saved; and an element is rounded the same way on any number of ranks, in any buckets,
+and in a run that was resumed.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .. import devices
 
 _MASK = 2**32 - 1
 _FACTORS = 0x7FEB352D, 0x846CA68B
-"""Those of Chris Wellons' ``lowbias32``, with shifts of 16, 15 and 16: each bit of what comes in flips each of what
-comes out in about half of all cases."""
+"""Factors of Chris Wellons' ``lowbias32``, with shifts of 16, 15 and 16: each input bit flips each output bit in about
+half of all cases."""
 
 
 def mixed(word: Any) -> Any:
-    """The hash of one number in [0, 2**32): of Python, or in a tensor of int64."""
+    """Returns the hash of one number in [0, 2**32): a Python integer, or a tensor of int64."""
     word = word ^ (word >> 16)
     word = word * _FACTORS[0] & _MASK
     word = word ^ (word >> 15)
-    # A product in int64 may wrap, and its lower half is right all the same.
+    # A product in int64 may wrap; its lower half is right nevertheless.
     word = word * _FACTORS[1] & _MASK
     return word ^ (word >> 16)
 
 
 def first_place(name: str, element: int) -> int:
-    """The place of an element of a parameter, counted in the order of its memory. Its neighbours' places follow."""
+    """Returns the position of an element of a parameter, in memory order. The positions of later elements follow it."""
     return signed(zlib.crc32(name.encode()) + element)
 
 
 def key_of_step(step: float | Tensor, number: int) -> int | Tensor:
-    """The number that the hashes of one step have in common.
+    """Returns the number that the hashes of one step have in common.
 
     Args:
-        step: the number of the step; one in a tensor on a device is not read by the host.
-        number: tells apart the hashes that one step needs several of for the same elements.
+        step: the number of the step; the host does not read it from a tensor on a device.
+        number: differs between the hashes that one step needs for the same elements.
     """
     if isinstance(step, Tensor) and step.device.type != "cpu":
         key: Tensor = mixed(mixed(step.reshape(()).to(torch.int64)) ^ number)
@@ -54,7 +54,7 @@ def key_of_step(step: float | Tensor, number: int) -> int | Tensor:
 
 
 def draw(places: Tensor, key: int | Tensor) -> Tensor:
-    """32 random bits for each of ``places``, in a new tensor; both are int32."""
+    """Returns 32 random bits for each of ``places``, in a new tensor; both are int32."""
     word = places.bitwise_xor(key)
     # A shift of int32 copies the sign, which is no bit of the number: hence the masks.
     word ^= (word >> 16).bitwise_and_(0xFFFF)
@@ -66,31 +66,29 @@ def draw(places: Tensor, key: int | Tensor) -> Tensor:
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers in [0, 2**16) from 32 random bits each, in int32."""
+    """Returns two numbers in [0, 2**16) from 32 random bits each, in int32."""
     return bits & 0xFFFF, (bits >> 16).bitwise_and_(0xFFFF)
 
 
 def round_at_random_(rounded: Tensor, values: Tensor, chances: Tensor) -> None:
-    """Writes fp32 ``values`` to ``rounded``, in bf16: away from zero with the probability of what is cut off, else
-    towards it.
+    """Rounds fp32 ``values`` to bf16: away from zero with the probability of the part that is cut off, else towards it.
 
-    NaN stays NaN, and what is infinite stays so. A value that bf16 has is not changed.
+    NaN stays NaN, and infinity stays infinite. A value that bf16 can represent is not changed.
 
     Args:
         rounded, values: 1-D and contiguous.
-        chances: int32 in [0, 2**16), of which an element is rounded away from zero with as many as its lower half says.
+        chances: int32, uniform in [0, 2**16).
     """
-    # The lower half of an fp32 number is what bf16 lacks. Its sum with a chance carries into the upper half as often as
-    # the number should be rounded up; the exponent takes the carry where the mantissa is full.
+    # bf16 lacks the lower half of an fp32 number. The sum of it and a chance carries into the upper half as often
+    # as the number should be rounded up; where the mantissa is full the carry goes into the exponent.
     moved = values.view(torch.int32) + chances
     rounded.view(torch.int16).copy_(moved.bitwise_right_shift_(16))
-    # The carry of a NaN would run into the sign, or leave infinity. On the host a sum tells whether there may be one,
-    # at a tenth of the time.
+    # The carry of a NaN would run into the sign, or leave infinity. On the host a sum finds NaN in a tenth of the time.
     if not devices.is_on_host(values.device) or bool(values.sum().isnan()):
         rounded.masked_fill_(values.isnan(), torch.nan)
 
 
 def signed(word: int) -> int:
-    """The number in int32 that has the bits of ``word`` modulo 2**32."""
+    """Returns the int32 number that has the bits of ``word`` modulo 2**32."""
     word &= _MASK
     return word - 2**32 if word >= 2**31 else word

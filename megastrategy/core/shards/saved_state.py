@@ -1,4 +1,4 @@
-"""The optimizer state of a shard: cut from that of a whole parameter, and as the optimizer's ``state_dict`` has it."""
+"""Cuts a shard's state from that of its full parameter, and reads state as the optimizer's ``state_dict`` has it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .flat_shard import FlatShard
 from .param_shard import ParamShard
 
 MAIN_PARAM = "(main param)"
-"""The name of a parameter's fp32 main param, beside those of its state."""
+"""The name of a parameter's fp32 main param, beside the names of its state."""
 REMAINDER = " (remainder)"
 
 
 def saved_name(layout: BufferLayout, param: int) -> str:
-    """The name of a saved main param. Remainders have another than the fp32 values of 16-bit weights: a model with
-    other options must not take one for the other."""
+    """Returns the name of a saved main param. Remainders have a different name than fp32 values of 16-bit weights, so
+    that a model with other options does not load one as the other."""
     name = layout.params[param].name
     return name + REMAINDER if layout.sends_weight_changes(param) else name
 
 
 def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
-    """Takes over this rank's part of saved main params. Names that are not there are left alone.
+    """Loads this rank's part of saved main params. Main params without an entry stay as they are.
 
     Raises:
         CheckpointError: if a shape does not fit, before anything is changed.
     """
-    for index, spec in enumerate(layout.params):  # of other ranks' shards too, so that all of them raise
+    for index, spec in enumerate(layout.params):  # also for shards of other ranks, so that all ranks raise
         if layout.has_separate_main(index) and (name := saved_name(layout, index)) in main_params:
             _check_shape(main_params[name], "main_param", spec.name, spec.shape)
     parts: list[tuple[ParamShard, Tensor]] = []
@@ -41,7 +41,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         spec, name = layout.params[index], saved_name(layout, index)
         if layout.has_separate_main(index) and name in main_params:
             parts.append((shard, cut_value(main_params[name], spec, shard, "main_param", {"main_param"})))
-        elif shard.keeps_remainder or shard.bits is not None:  # of weights that are gone
+        elif shard.keeps_remainder or shard.bits is not None:  # they belong to weights that are gone
             parts.append((shard, torch.zeros_like(shard.main, dtype=shard.main_dtype)))
     for shard, saved in parts:  # all of them fit, or one has raised above
         shard.set_main_param(saved)
@@ -50,7 +50,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
 def pending_main_params(
     main_params: Mapping[str, Tensor], params: Mapping[str, Tensor], *, with_remainders: bool
 ) -> dict[str, Tensor]:
-    """Copies of those of saved main params that ``params``, which have no shards yet, may begin with.
+    """Copies the saved main params of ``params``, parameters that have no shards yet.
 
     Raises:
         CheckpointError: if a shape does not fit.
@@ -65,8 +65,8 @@ def pending_main_params(
 
 
 def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
-    """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
-    if value.dim() == 1:  # a shard, or a parameter that is flat itself
+    """Returns a state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
+    if value.dim() == 1:  # a shard, or a flat parameter
         return value
     if tuple(value.shape) != spec.shape:
         return value.reshape(-1)
@@ -79,25 +79,26 @@ def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
-    """The names whose values have one number an element. One-element parameters cannot tell them from counters; trial
-    steps of the optimizer can: ``known``, None if there were none."""
+    """Returns the names of element-wise state. ``known``: the names that trial steps have found; None without trials.
+
+    Only trials can distinguish the element-wise state of a one-element parameter from a counter.
+    """
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
     if known is None:
-        # No tensor has two elements, so nothing tells: all but torch's own counter is taken for element-wise.
+        # No tensor has two elements: all except torch's own counter is taken for element-wise.
         known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()
     return known | {key for key, value in tensors if value.numel() > 1}
 
 
 def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, known: set[str] | None) -> dict[str, Any]:
-    """The state that was kept for a parameter itself, as that of what is stepped in its place.
+    """Converts the state of a parameter to that of its shard.
 
-    What was made in the dtype of a 16-bit weight is in fp32 from here on, as the first step of an fp32 main param would
-    have made it: a sum of ones stops at 256 in bf16. What was made in another dtype keeps it.
+    State in the dtype of a 16-bit weight becomes fp32, as the first step of an fp32 main param would have created it: a
+    sum of ones stops at 256 in bf16. State in another dtype keeps it.
 
     Args:
-        values: of the whole parameter; taken over where nothing is cut.
-        spec, shard: the parameter, and what is stepped.
-        known: as for :func:`per_element_keys`; asked for only where something is cut.
+        values: the parameter's state; not copied where nothing is cut.
+        known: as for :func:`per_element_keys`.
     """
     if shard.is_cut:
         per_element = per_element_keys({0: values}, known)
@@ -111,7 +112,7 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
 
 
 def _cloned(value: Any) -> Any:
-    """A copy of a tensor; of a subclass by the tensors that it consists of, since it may know no ``clone``."""
+    """Copies a tensor; a subclass by the tensors that it consists of, since it may not implement ``clone``."""
     if not hasattr(value, "__tensor_flatten__"):
         return value.clone()
     names, context = value.__tensor_flatten__()
@@ -120,7 +121,7 @@ def _cloned(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a value with all that it holds: a step changes tensors in a list in place."""
+    """Copies a value with its contents: a step changes tensors in a list in place."""
     return _cloned(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -133,12 +134,12 @@ def cut_value(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_elem
     if not isinstance(value, Tensor):
         return copied(value)
     if isinstance(value, FlatShard):
-        return value.local  # read for this very shard
-    if not shard.is_cut:  # what is kept for a whole parameter stays with it, whatever its shape
+        return value.local  # read for this shard
+    if not shard.is_cut:  # of any shape
         if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
             return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
         return _cloned(value)  # torch's load_state_dict would go on using the caller's tensor
-    if key not in per_element:  # a count, a flag: every owner has all of it
+    if key not in per_element:  # a counter or a flag, which every owner has
         return value.clone()
     _check_shape(value, key, spec.name, spec.shape)
     return in_memory_order(value, spec)[shard.start : shard.end].clone()
@@ -154,12 +155,13 @@ def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> 
 
 
 def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
-    """The state of tensors as the optimizer's own ``state_dict`` has it, which may be another than it keeps
-    (bitsandbytes wraps what is quantised). Nothing is copied.
+    """Returns the state of tensors as the optimizer's own ``state_dict`` has it. Nothing is copied.
+
+    It may differ from the state that the optimizer keeps: bitsandbytes wraps quantised tensors.
 
     Args:
-        optimizer: left untouched, with whatever is in its groups.
-        owned: the tensors, by parameter. Those without state are left out.
+        optimizer: not changed, whatever is in its groups.
+        owned: the tensors, by parameter. Tensors without state are left out.
     """
     owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
@@ -170,12 +172,9 @@ def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> d
 
 
 def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | str]) -> list[dict[str, Any]]:
-    """The groups as in the optimizer's own ``state_dict``, which may differ from those that it keeps.
+    """Returns the groups as the optimizer's own ``state_dict`` has them, with ``names`` (by ``id``) for parameters.
 
-    Dion's learning rates are tensors, and numbers in a file.
-
-    Args:
-        names: what stands for its parameters, by ``id``.
+    They may differ from the groups that the optimizer keeps: Dion's learning rates are tensors, and numbers in a file.
     """
     groups = saved = optimizer.param_groups
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -192,7 +191,7 @@ def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | 
 def _own_state_dict(
     optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Asks the optimizer's class what it makes of these, without hooks: the user's object refuses to be asked."""
+    """Calls the class's ``state_dict`` on this state and these groups, without hooks, which would refuse the call."""
     one = object.__new__(type(optimizer))
     one.__dict__.update(optimizer.__dict__)
     one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})

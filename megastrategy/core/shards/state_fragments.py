@@ -21,15 +21,16 @@ from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout
 from ..trials import describe_undividable, is_per_element
 from .param_shard import ParamShard
+from .saved_state import MAIN_PARAM
 
 STATE, MAIN_PARAMS = "state_dict()", "main_params()"
-"""The two parts of a checkpoint, by the call that returns them."""
+"""The two contents of a checkpoint, by the call that returns them."""
 
 Keys = tuple[tuple[str, torch.dtype], ...]
-"""The names and dtypes of what is kept for each element of a parameter."""
+"""The names and dtypes of a parameter's element-wise state."""
 
 Kind = tuple[torch.dtype, torch.Size] | None
-"""The dtype and shape of a tensor that belongs to a parameter as a whole; None for any other value."""
+"""The dtype and shape of a tensor that is not element-wise (a counter); None for a value that is no tensor."""
 
 Packed = list[tuple[list[list[int]], dict[str, Kind], dict[str, list[Any]]]]
 """Fragments whose values have the same names: the parameters of each, the kinds, and by name a value a fragment."""
@@ -37,27 +38,27 @@ Packed = list[tuple[list[list[int]], dict[str, Kind], dict[str, list[Any]]]]
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A description of the state that a rank has, in a few fragments, to be sent."""
+    """Describes one rank's state to the other ranks."""
 
     scalars: Packed
-    """The values that belong to a parameter as a whole."""
+    """The values that are not element-wise."""
     params_by_keys: dict[Keys, list[int]]
-    """The parameters, by what they have for each of their elements."""
+    """The parameters, by their element-wise state."""
     whole: tuple[int, ...] = ()
-    """The parameters that the rank owns whole, and has state of."""
+    """The parameters that the rank steps whole and has state of."""
 
     @functools.cached_property
     def keys(self) -> dict[int, Keys]:
-        """The names and dtypes of element-wise state, by parameter."""
+        """Names and dtypes of element-wise state, by parameter."""
         return {index: keys for keys, indices in self.params_by_keys.items() for index in indices}
 
     @functools.cached_property
     def kinds(self) -> dict[int, dict[str, Kind]]:
-        """The names and kinds of values that belong to a whole parameter, by parameter."""
+        """Names and kinds of values that are not element-wise, by parameter."""
         return {index: kinds for members, kinds, _ in self.scalars for indices in members for index in indices}
 
     def values(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The values that belong to whole parameters, by parameter, each in memory of its own."""
+        """Yields the values that are not element-wise, by parameter, each in memory of its own."""
         for members, kinds, columns in self.scalars:
             unpacked = [
                 columns[name]
@@ -67,7 +68,7 @@ class Description:
             ]
             for indices, *values in zip(members, *unpacked, strict=True):
                 for index in indices:
-                    # A view would save all; a container would be shared by parameters that had one each.
+                    # A saved view saves all of its storage; parameters that had a container each would share one.
                     yield (
                         index,
                         {
@@ -78,29 +79,34 @@ class Description:
 
 
 class Fragment(NamedTuple):
-    """Neighbouring shards whose state is one."""
+    """The state of one shard, or of neighbouring shards that are joined."""
 
     shards: tuple[ParamShard, ...]
-    """Their order is that of their addresses."""
+    """In the order of their addresses."""
     numel: int
-    """Counts from the first element of the first to the last of the last, padding between parameters included."""
+    """From the first element of the first shard to the last of the last, padding between parameters included."""
     state: Mapping[str, Any]
-    """Holds, flat and ``numel`` long, each tensor that is kept for each element."""
+    """Element-wise tensors are flat and have ``numel`` elements."""
+
+    @classmethod
+    def of_main_param(cls, shard: ParamShard) -> Fragment:
+        """Returns the fragment with the main param of one shard, under MAIN_PARAM."""
+        return cls((shard,), shard.numel, LazyMainParam(shard))
 
 
 class LazyMainParam(Mapping[str, Tensor]):
-    """The main param of a shard under a name; if it has to be made, it is made when it is read, and not kept."""
+    """The main param of a shard. Where it is kept as low bits it is joined when it is read, each time."""
 
-    def __init__(self, name: str, shard: ParamShard) -> None:
-        self._name, self._shard = name, shard
+    def __init__(self, shard: ParamShard) -> None:
+        self._shard = shard
 
     def __getitem__(self, name: str) -> Tensor:
-        if name != self._name:
+        if name != MAIN_PARAM:
             raise KeyError(name)
         return self._shard.main_param()
 
     def __iter__(self) -> Iterator[str]:
-        return iter((self._name,))
+        return iter((MAIN_PARAM,))
 
     def __len__(self) -> int:
         return 1
@@ -108,14 +114,12 @@ class LazyMainParam(Mapping[str, Tensor]):
 
 @dataclasses.dataclass(frozen=True)
 class StateFragments:
-    """The parts of an optimizer's state that this rank has.
+    """This rank's part of an optimizer's state; see [Note: fragments].
 
     Attributes:
-        fragments: all of them, by [Note: fragments].
-        layout: where they are.
-        all_reduce_option: how the user asks for whole parameters, for an error whose way out it is.
-        known: the names of what the optimizer keeps for each element, where that is known.
-        whole: by parameter, the state of those that this rank steps whole; None if no rank steps any so.
+        all_reduce_option: the option for whole parameters in the form of the user's door, for errors.
+        known: the names of element-wise state, where they are known.
+        whole: by parameter, the state of parameters that this rank steps whole; None if no rank steps any whole.
     """
 
     fragments: Sequence[Fragment]
@@ -132,10 +136,10 @@ class StateFragments:
         return by_bucket
 
     def describe(self) -> Description:
-        """Describes them.
+        """Describes the fragments to other ranks.
 
         Raises:
-            CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
+            CheckpointError: for state that is neither element-wise nor a value of the parameter, like a counter.
         """
         known, params_by_keys = self._known_here(), dict[Keys, list[int]]()
         alike: dict[tuple[tuple[str, Kind], ...], list[Fragment]] = {}
@@ -146,8 +150,8 @@ class StateFragments:
                 if is_per_element(name, value, (fragment.numel,), known):
                     keys.append((name, value.dtype))
                     continue
-                if (found := describe_undividable(name, value, (fragment.numel,))) is not None:
-                    raise CheckpointError(f"the optimizer keeps {found}")
+                if (reason := describe_undividable(name, value, (fragment.numel,))) is not None:
+                    raise CheckpointError(f"the optimizer keeps {reason}")
                 kinds.append((name, (value.dtype, value.shape) if isinstance(value, Tensor) else None))
             if keys:
                 params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in fragment.shards)
@@ -157,7 +161,7 @@ class StateFragments:
         return Description(packed, params_by_keys, tuple(sorted(self.whole or ())))
 
     def _known_here(self) -> set[str] | None:
-        """``known``, and names that came into being later: a tensor of two elements tells what one of one cannot."""
+        """Adds names that came into being later: only a tensor of two or more elements is known to be element-wise."""
         if self.known is None:
             return None
         return self.known | {
@@ -169,7 +173,7 @@ class StateFragments:
         }
 
     def put(self, flat: Tensor, bucket: Bucket, name: str) -> None:
-        """Puts this rank's elements of a bucket, of one name and of the dtype of ``flat``, where they belong in it."""
+        """Writes this rank's elements of a bucket, of one name and of the dtype of ``flat``, to their places in it."""
         spans: list[tuple[int, int]] = []
         values: list[Tensor] = []
         for fragment in self._by_bucket.get(bucket.index, ()):
@@ -182,38 +186,38 @@ class StateFragments:
             torch._foreach_copy_(_views(flat, spans), values)
 
 
-def agreed_keys(everybody: Sequence[Description], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
-    """The names and dtypes of element-wise state by parameter, in which all its owners agree.
+def agreed_keys(by_owner: Sequence[Description], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
+    """Returns the element-wise state of each parameter, after checking that all its owners have the same.
 
     Args:
-        everybody: what each owner of a part of the buckets has, in their order.
+        by_owner: the descriptions of all data-parallel ranks, in their order.
 
     Raises:
-        CheckpointError: if one owner of a parameter keeps what another does not. The whole is made of both, and what
-            torch DDP would have there was never computed.
+        CheckpointError: if one owner of a parameter keeps state that another does not: the missing part, as torch DDP
+            would have it, was never computed.
     """
     keys: dict[int, Keys] = {}
-    for described in reversed(everybody):
-        keys.update(described.keys)
+    for description in reversed(by_owner):
+        keys.update(description.keys)
     for index, owners in divided_params(layout):
-        words = [
-            {**described.kinds.get(index, {}), **dict(described.keys.get(index, ()))}
-            for described in everybody[owners.start : owners.stop]
+        found = [
+            {**description.kinds.get(index, {}), **dict(description.keys.get(index, ()))}
+            for description in by_owner[owners.start : owners.stop]
         ]
-        if all(word == words[0] for word in words):
+        if all(state == found[0] for state in found):
             continue
-        names = dict.fromkeys(name for word in words for name in word)
+        names = dict.fromkeys(name for state in found for name in state)
         param = layout.params[index].name
-        agreed = [(name, _agree(name, param, owners, words, all_reduce_option)) for name in names]
+        agreed = [(name, _agree(name, param, owners, found, all_reduce_option)) for name in names]
         keys[index] = tuple((name, dtype) for name, dtype in agreed if dtype is not None)
     return keys
 
 
 def divided_params(layout: BufferLayout) -> Iterator[tuple[int, range]]:
-    """The parameters that have several owners in an instance, with these, bucket after bucket."""
+    """Yields the parameters that have several owners in an instance, with these owners, bucket after bucket."""
     for bucket in layout.buckets:
         shard_numel = bucket.shard_numel
-        # Not by holders(): of thousands of parameters few lie across a border, and all would be asked in every save.
+        # Not by holders(), which every save would call for thousands of parameters: few of them cross a border.
         for index in bucket.params:
             slot = layout.slots[index]
             if slot.start == slot.end:  # has no elements, and its bucket may have none
@@ -227,28 +231,28 @@ def _agree(
     name: str,
     param: str,
     owners: Sequence[int],
-    words: Sequence[Mapping[str, torch.dtype | Kind]],
+    found: Sequence[Mapping[str, torch.dtype | Kind]],
     all_reduce_option: str,
 ) -> torch.dtype | None:
-    """The dtype of one name's element-wise state; None for a value that belongs to the whole parameter."""
-    lacking = [owner for owner, word in zip(owners, words, strict=True) if name not in word]
+    """Returns the dtype of one name's element-wise state; None for state that is not element-wise."""
+    lacking = [owner for owner, state in zip(owners, found, strict=True) if name not in state]
     if lacking:
         having = [owner for owner in owners if owner not in lacking]
         raise CheckpointError(
             f"state {name!r} of parameter {param!r} is kept on rank(s) {having} and not on rank(s) {lacking}, which "
-            "step other parts of it, so that the whole is unknown. Load a state on all ranks or on none; an "
+            "step other parts of it, so that no rank knows all of it. Load a state on all ranks or on none; an "
             "optimizer that begins to keep something when it sees certain gradients needs whole parameters: "
             f"pass {all_reduce_option}"
         )
-    kinds = [word[name] for word in words]
+    kinds = [state[name] for state in found]
     dtypes = {kind for kind in kinds if isinstance(kind, torch.dtype)}
     if not dtypes:
         return None
-    # A part of one element looks like a counter; the others' word holds.
-    told = {kind[0] if isinstance(kind, tuple) and kind[1] == (1,) else kind for kind in kinds}
-    if len(told) > 1:
+    # A part of one element looks like a counter: the owners of longer parts decide.
+    dtypes_found = {kind[0] if isinstance(kind, tuple) and kind[1] == (1,) else kind for kind in kinds}
+    if len(dtypes_found) > 1:
         raise CheckpointError(
-            f"state {name!r} of parameter {param!r} is kept in other ways on other ranks: "
+            f"state {name!r} of parameter {param!r} is kept in different ways on different ranks: "
             + "; ".join(f"rank {owner}: {kind}" for owner, kind in zip(owners, kinds, strict=True))
             + ". Load a state on all ranks or on none"
         )
@@ -258,7 +262,7 @@ def _agree(
 def _pack(
     kinds: tuple[tuple[str, Kind], ...], fragments: Sequence[Fragment]
 ) -> tuple[list[list[int]], dict[str, Kind], dict[str, list[Any]]]:
-    """Packs thousands of small values into a few: to pickle a tensor takes 100 us, and keeps it alive for a while."""
+    # Thousands of small values become a few: pickling a tensor takes 100 us, and keeps it alive for a while.
     columns = {name: [fragment.state[name] for fragment in fragments] for name, _ in kinds}
     for name, kind in kinds:
         if kind is not None:
@@ -267,14 +271,14 @@ def _pack(
 
 
 def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The parts ``[start, end)`` of a flat tensor, in the order given."""
+    """Returns the ranges ``[start, end)`` of a flat tensor as views, in the order of ``spans``."""
     order = sorted(range(len(spans)), key=spans.__getitem__)
     sizes, position = [], 0
     for number in order:
         start, end = spans[number]
         sizes += [start - position, end - start]
         position = end
-    parts = flat[:position].split_with_sizes(sizes)[1::2]  # every other one is a gap
+    parts = flat[:position].split_with_sizes(sizes)[1::2]  # every second one is a gap
     views: list[Tensor] = [flat] * len(spans)
     for number, part in zip(order, parts, strict=True):
         views[number] = part

@@ -107,8 +107,14 @@ def in_blocks(state: dict[str, Any]) -> None:
     [
         (lambda state: state.update(count=3), r"'count' of parameter 'weight' is kept on rank\(s\) \[1\] and not on"),
         (dict.clear, r"'step' of parameter 'weight' is kept on rank\(s\) \[0\] and not on rank\(s\) \[1\]"),
-        (in_double, r"'exp_avg' of parameter 'weight' is kept in other ways .* rank 0: torch.float32; rank 1: torch.f"),
-        (whole, r"'exp_avg' of parameter 'weight' is kept in other ways on other ranks: rank 0: torch.float32; rank 1"),
+        (
+            in_double,
+            r"'exp_avg' of parameter 'weight' is kept in different ways .* rank 0: torch.float32; rank 1: ",
+        ),
+        (
+            whole,
+            r"'exp_avg' of parameter 'weight' is kept in different ways on different ranks: rank 0: torch.float32",
+        ),
         (in_blocks, r"rank 1: the optimizer keeps state 'scales' of shape \(2,\)"),
     ],
     ids=["a count", "nothing", "another dtype", "a count for all elements", "what cannot be saved"],

@@ -39,7 +39,7 @@ from tests.support.two_memories import TwoMemories, told_apart
 ON_HOST = {"offload_optimizer_states": True}
 NARROW = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
 WAYS = [ON_HOST, {**ON_HOST, **NARROW}]
-PIECES = {"_AT_ONCE_NUMEL": 64, "BLOCK_NUMEL": 48}
+PIECES = {"_AT_ONCE_NUMEL": 64, "CACHE_BLOCK_NUMEL": 48}
 
 
 def kept(ours: Ours) -> list[Tensor]:
@@ -269,7 +269,7 @@ def test_copies_may_be_late_or_early(way: dict[str, Any], early: bool) -> None:
 def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of buckets, too; and three pieces are the most that the device has memory for."""
     monkeypatch.setattr(state_storage, "_AT_ONCE_NUMEL", 64)
-    monkeypatch.setattr(state_storage, "BLOCK_NUMEL", 48)
+    monkeypatch.setattr(state_storage, "CACHE_BLOCK_NUMEL", 48)
 
     def run(rank: int, group: ProcessGroup) -> None:
         seen = Notes()

@@ -202,14 +202,14 @@ def test_in_a_step_few_elements_have_fp32_at_once() -> None:
             assert all(dtypes == {torch.float32} for _, dtypes in seen)
             ours.model.close()
 
-    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=48):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, CACHE_BLOCK_NUMEL=48):
         run_ranks(2, run)
 
 
 def test_pieces_change_no_bit() -> None:
     plain = trained(2, adam, torch.bfloat16, range(4), **BOTH)
     for at_once, chunk in ((64, 48), (1, 1), (100, 100)):
-        with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, BLOCK_NUMEL=chunk):
+        with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, CACHE_BLOCK_NUMEL=chunk):
             assert_same_file(trained(2, adam, torch.bfloat16, range(4), **BOTH), plain)
 
 
@@ -234,7 +234,7 @@ def test_a_fused_kernel_on_the_host_has_whole_shards() -> None:
         return torch.optim.AdamW(params, lr=0.02, fused=True)
 
     plain = trained(2, fused, torch.bfloat16, range(4))
-    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=13):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, CACHE_BLOCK_NUMEL=13):
         assert_same_file(trained(2, fused, torch.bfloat16, range(4), **BITS), plain)
 
 
@@ -323,7 +323,7 @@ def test_main_params_half_way_between_two_weights(size: int) -> None:
     weights = every.bfloat16().float()
     assert bool(((lower == 2**15) & (weights < every)).any())
     assert bool(((lower == 2**15) & (weights > every)).any())
-    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, BLOCK_NUMEL=13):
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, CACHE_BLOCK_NUMEL=13):
         for steps, expected in zip((1, 2, 4), plain, strict=True):
             assert_same_file(run_of(size, range(steps), **BITS), expected)
         moved = run_of(5 - size if size < 4 else 2, range(1, 4), run_of(size, range(1), **BITS), **BITS)

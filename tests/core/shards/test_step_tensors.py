@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.shards.flat_run import BLOCK_NUMEL
+from megastrategy.core.shards.flat_run import CACHE_BLOCK_NUMEL
 from tests.support.many_params import (
     ALL,
     Many,
@@ -140,7 +140,7 @@ def test_groups_are_stepped_with_their_own_options() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, options: dict[str, bool]) -> None:
-    numel = 2 * (3 * BLOCK_NUMEL + 128)
+    numel = 2 * (3 * CACHE_BLOCK_NUMEL + 128)
 
     def make(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.1, **options)
@@ -154,7 +154,7 @@ def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, o
         for _ in range(2):
             setup.step([0], 1.0)
             sizes = [tensor.numel() for tensor in setup.stepped[0][0]]
-            assert sizes == ([numel // 2] if options else [BLOCK_NUMEL] * 3 + [128])
+            assert sizes == ([numel // 2] if options else [CACHE_BLOCK_NUMEL] * 3 + [128])
         (after,) = setup.optimizer.state.values()
         for name in ("exp_avg", "exp_avg_sq"):
             assert after[name].data_ptr() == before[name].data_ptr(), "no copy was made on the way"
