@@ -1,8 +1,8 @@
-"""Sharded checkpoints for the doors: directories laid out as Lightning's FSDP strategies lay theirs out.
+"""Sharded checkpoints for the doors: directories in the layout of Lightning's FSDP strategies.
 
-``model`` (or the user's key, in Fabric) and ``optimizer_0``, ... are written by all ranks with
-torch.distributed.checkpoint, everything else by rank 0 into ``meta.pt``. So Lightning's consolidation tool makes one
-file of it, and FSDP reads it.
+All ranks write ``model`` (or the user's key, in Fabric) and ``optimizer_0``, ... with torch.distributed.checkpoint, and
+rank 0 writes everything else into ``meta.pt``. So Lightning's consolidation tool can make one file of it, and FSDP can
+read it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ..core import (
     to_host,
 )
 from .directory_writer import save_directory
-from .files import load_file, local_path, own_memory
+from .files import load_file, local_path, unmapped_copy
 from .not_tensors import NOT_TENSORS
 from .paths import remove_path, removed_name
 
 StateDictType = Literal["full", "sharded"]
-"""Names what is written: one file, as "ddp" writes it, or a directory that every rank writes its part of."""
+"""The form of a checkpoint: one file, as "ddp" writes it, or a directory into which every rank writes its part."""
 
 
 def check_state_dict_type(value: str) -> None:
-    """Raises ValueError for what is no kind of checkpoint."""
+    """Raises ValueError unless the value is a StateDictType."""
     if value not in get_args(StateDictType):
         raise ValueError(
             f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
@@ -53,7 +53,7 @@ def check_state_dict_type(value: str) -> None:
 
 
 def refuse_storage_options(options: Any) -> None:
-    """Raises TypeError, as Lightning's ``TorchCheckpointIO`` does: a reader of the directory would lack them."""
+    """Raises TypeError, as Lightning's ``TorchCheckpointIO`` does: a load of the directory would lack the options."""
     if options is not None:
         raise TypeError(
             "state_dict_type='sharded' takes no storage_options: how a store is reached is read from fsspec's "
@@ -62,15 +62,14 @@ def refuse_storage_options(options: Any) -> None:
 
 
 def remove_directory(path: Directory) -> None:
-    """Removes a checkpoint, which is there as a whole or not at all, also if the removal is cut off: it loses its name
-    first.
+    """Removes a checkpoint. It loses its name first, so that it is complete or gone also after an interruption.
 
-    The next removal or save of that name takes what one that was cut off left. Of a symbolic link the link is removed.
+    The next removal or save of that name removes the rest. Of a symbolic link only the link is removed.
     """
     if isinstance(path, RemoteDirectory):
         path.remove()
         return
-    # Of this name only: other runs may save and remove in the same place at the same time.
+    # Only leftovers of this name: other runs may save and remove in the same place at the same time.
     removed = removed_name(path)
     remove_path(removed)
     path.replace(removed)
@@ -78,43 +77,43 @@ def remove_directory(path: Directory) -> None:
 
 
 def place_of_directory(path: str | Path) -> Directory:
-    """Returns where a directory is saved: on a local or mounted file system by its path."""
+    """Returns the place of a directory: a Path on a local or mounted file system, otherwise a RemoteDirectory."""
     return local_path(path) or RemoteDirectory(str(path).rstrip("/"))
 
 
 def existing_directory(path: str | Path) -> Directory | None:
-    """Returns the place of a directory to load or remove; None if there is none, or a file.
-
-    A directory need not be a complete checkpoint: so it can be refused by name.
-    """
+    """Returns the place of an existing directory, complete or not; None for a file, or if nothing exists."""
     place = place_of_directory(path)
     is_there = place.kind() == "directory" if isinstance(place, RemoteDirectory) else place.is_dir()
     return place if is_there else None
 
 
 def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict[str, Any]:
-    """Returns what a rank writes of a module's state: parameters, which are equal on all ranks, and on the first of its
-    data-parallel ranks all the rest, like BatchNorm's statistics, as under torch DDP."""
+    """Returns the part of a module's state that a rank writes.
+
+    These are the parameters, which are equal on all ranks, and on the first data-parallel rank everything else, like
+    BatchNorm's statistics, as under torch DDP.
+    """
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in state.items() if is_first or name in params}
 
 
 class OptimizerInDirectory(NamedTuple):
-    """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
+    """A placeholder for an optimizer's state that stays on the disk until the optimizer reads its part."""
 
     directory: OpenDirectory
     key: str
 
 
 class DirectorySaver:
-    """Saves directories, one at a time; in the background if asked to."""
+    """Saves directories, one at a time, optionally in the background."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Gives a copy of a Trainer a saver of its own, which saves nothing in the background yet."""
+        """Makes copies of a Trainer have a new saver, without a save in the background."""
         return type(self), ()
 
     def save(
@@ -126,8 +125,9 @@ class DirectorySaver:
         in_background: bool = False,
         is_apart: bool = False,
     ) -> None:
-        """Saves a directory. Collective. For the background the state is copied to host memory first, and training may
-        change it. ``is_apart``: see :func:`save_directory`.
+        """Saves a directory. Collective. In the background it saves a copy in host memory, and training may go on.
+
+        ``is_apart``: see :func:`save_directory`.
 
         Raises:
             CheckpointError: if this save failed, or the one before it in the background.
@@ -135,8 +135,8 @@ class DirectorySaver:
         self.wait()  # so that at most one copy is in memory
         collectives = checkpoint_collectives()
         if isinstance(path, Path) and (collectives.rank == 0 or is_apart):
-            with contextlib.suppress(OSError):  # which the save will meet, and report on all ranks
-                path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
+            with contextlib.suppress(OSError):  # the save will meet it too, and report it on all ranks
+                path.parent.mkdir(parents=True, exist_ok=True)  # now: callbacks make links beside it
         if not in_background:
             save_directory(state, extra, path, collectives, is_apart=is_apart)
             return
@@ -145,8 +145,8 @@ class DirectorySaver:
         copies = to_host(state), to_host(extra)
         self._pending = self._executor.submit(save_directory, *copies, path, collectives)
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` when the save in the background is complete: to remove what it replaces, for one."""
+    def run_after_save(self, action: Callable[[], None]) -> None:
+        """Runs ``action`` when the save in the background is complete, for example to remove an older checkpoint."""
         pending = self._pending
         if pending is None or self._executor is None:
             action()
@@ -165,7 +165,7 @@ class DirectorySaver:
             CheckpointError: if it failed.
         """
         if self._pending is not None:
-            # Ctrl-C may end the waiting, and the next save must wait again.
+            # Ctrl-C may interrupt this, and then the next save must wait again.
             wait([self._pending])
             pending, self._pending = self._pending, None
             pending.result()
@@ -181,7 +181,7 @@ class DirectorySaver:
 
 
 def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
-    """Reads what rank 0 saved beside the tensors.
+    """Reads the file that rank 0 saved beside the tensors.
 
     Raises:
         CheckpointError: if the directory is no complete checkpoint of Lightning's layout.
@@ -193,20 +193,20 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(path, RemoteDirectory):
             far: dict[str, Any] = read_remote_extra(path, weights_only)
             return far
-        near: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
+        near: dict[str, Any] = unmapped_copy(load_file(path / EXTRA_FILE, "cpu", weights_only))
         return near
     except FileNotFoundError as error:
         raise CheckpointError(incomplete) from error
 
 
 def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
-    """Loads what rank 0 saved beside the tensors, as ``torch.load`` does.
+    """Loads the object that rank 0 saved beside the tensors, as ``torch.load`` does.
 
     Raises:
-        FileNotFoundError: if it is not there.
+        FileNotFoundError: if it does not exist.
     """
     metadata = directory.metadata()
-    # The original: the copy for other readers comes after it, and a save may have been cut off in between.
+    # The original first: the copy for other readers is written later, and a save may have been interrupted in between.
     content = directory.read(extra_name(metadata)) if metadata is not None else None
     if content is None and (content := directory.read(EXTRA_FILE)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.object(EXTRA_FILE))
@@ -214,20 +214,21 @@ def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> 
 
 
 def load_trainer_directory(path: Directory, module: Module | None, weights_only: bool | None) -> dict[str, Any]:
-    """Reads a Trainer's checkpoint: weights into host memory, of ``module``'s tensor-parallel parameters this rank's
-    parts; the states of optimizers are left on the disk.
+    """Reads a Trainer's checkpoint: weights into host memory; the states of optimizers stay on the disk.
+
+    Of ``module``'s tensor-parallel parameters only this rank's parts are read.
 
     Raises:
         CheckpointError: as :func:`load_extra`.
     """
     checkpoint, directory = load_extra(path, weights_only), OpenDirectory(path)
     keys = directory.keys
-    # Lightning's FSDPStrategy and its ModelParallelStrategy have two names for it.
+    # Lightning's FSDPStrategy and its ModelParallelStrategy use different keys.
     key = "model" if "model" in keys else "state_dict"
     weights = directory.read(key) if module is None else directory.read_weights(key, module, names_elsewhere(module))
     checkpoint["state_dict"] = weights | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
     optimizers = [key for key in keys if key.startswith("optimizer_")]
-    if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
+    if optimizers or "lr_schedulers" in checkpoint:  # neither: only weights were saved
         checkpoint["optimizer_states"] = [
             OptimizerInDirectory(directory, f"optimizer_{number}") for number in range(len(optimizers))
         ]
@@ -237,11 +238,11 @@ def load_trainer_directory(path: Directory, module: Module | None, weights_only:
 def load_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], states: Sequence[OptimizerInDirectory], weights: dict[str, Tensor]
 ) -> None:
-    """Reads what :func:`load_trainer_directory` has left on the disk.
+    """Loads the states that :func:`load_trainer_directory` has left on the disk.
 
     Args:
-        optimizers: sharded, or whole on every rank.
-        states: theirs, in order.
+        optimizers: sharded, or not.
+        states: of the optimizers, in order.
         weights: become main params where the directory has none.
     """
     read = [

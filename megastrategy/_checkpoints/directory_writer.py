@@ -1,6 +1,6 @@
-"""Writes checkpoints that are directories: every rank its part, with torch.distributed.checkpoint.
+"""Writes checkpoint directories: every rank writes its part, with torch.distributed.checkpoint.
 
-Every tensor in the directory is whole for its readers: another number of ranks, FSDP, or a consolidation tool.
+Readers see full tensors in the directory: a different number of ranks, FSDP, or a consolidation tool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core import EXTRA_FILE, CheckpointError, Collectives, Directory, RemoteDi
 from .held_signals import HeldSignals
 from .paths import check_replaceable, reason_of, remove_path, removed_name, replace_path, sync_directory
 
-if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save directories
+if TYPE_CHECKING:  # importing it takes half a second, which is paid only to save directories
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
@@ -34,23 +34,23 @@ def save_directory(
     *,
     is_apart: bool = False,
 ) -> None:
-    """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
+    """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or missing.
 
-    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is there; for
-    others see remote_directory's [Note: complete without a rename]. What was at ``path`` before is there until then.
+    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when it is complete; for stores
+    see remote_directory's [Note: complete without a rename]. An older checkpoint at ``path`` exists until then.
 
     Args:
-        state: nested dictionaries of tensors, :class:`FlatShard` and plain values; the same structure on all ranks
-            but for parts that a rank does not have. Of what several ranks have it does not matter who writes it.
+        state: nested dictionaries of tensors, :class:`FlatShard` and plain values, with the same structure on all
+            ranks, except for parts that a rank does not have. Any rank may write values that several ranks have.
         extra: plain types and tensors, saved by rank 0.
-        path: of the directory; the same on all ranks, on a file system that all share.
-        collectives: over the ranks, on a gloo group that torch.distributed knows and that has no other use meanwhile.
-        is_apart: ``path`` is another one on each rank, on a disk, which has only this rank's files. The union of all
-            is the checkpoint, and the caller makes it.
+        path: of the directory; the same on all ranks, on a shared file system.
+        collectives: over the ranks, on a gloo group that torch.distributed knows and nothing else uses meanwhile.
+        is_apart: ``path`` is different on each rank, on a disk, and gets only this rank's files. The caller makes one
+            checkpoint of all of them.
 
     Raises:
-        CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
-        KeyboardInterrupt: on all ranks after Ctrl-C on any of them, as every exception that is no Exception.
+        CheckpointError: on all ranks if any of them could not write; an older checkpoint at ``path`` is unchanged.
+        KeyboardInterrupt: on all ranks after Ctrl-C on any of them; the same for any BaseException.
     """
     with HeldSignals() as held:
         if isinstance(path, RemoteDirectory):
@@ -67,23 +67,23 @@ def _save_on_disk(
     held: HeldSignals,
     is_apart: bool,
 ) -> None:
-    staged = path.with_name(f".{path.name}.incomplete")
+    incomplete = path.with_name(f".{path.name}.incomplete")
     is_rank_zero = collectives.rank == 0
     makes_directory = is_rank_zero or is_apart
     with _failing_together(path, collectives):
         held.deliver()
         if makes_directory:
             check_replaceable(path)
-            remove_path(staged)
+            remove_path(incomplete)
             remove_path(removed_name(path))
-            staged.mkdir(parents=True)
+            incomplete.mkdir(parents=True)
     try:
-        _write(state, _disk_writer(staged), path, collectives, held)
+        _write(state, _disk_writer(incomplete), path, collectives, held)
     except BaseException:
         if makes_directory:
-            # Its first error is the one to report; the next save of that name removes the rest.
+            # The first error is reported; the next save of that name removes the rest.
             with contextlib.suppress(OSError):
-                remove_path(staged)
+                remove_path(incomplete)
         raise
     with _failing_together(path, collectives):
         if not makes_directory:
@@ -92,13 +92,13 @@ def _save_on_disk(
             try:
                 held.deliver()
                 if is_rank_zero:
-                    _write_extra(staged / EXTRA_FILE, extra)
-                replace_path(staged, path)
-                # And the rename itself, without which the old one may be back.
+                    _write_extra(incomplete / EXTRA_FILE, extra)
+                replace_path(incomplete, path)
+                # The rename itself, or the old one may be back after a crash.
                 sync_directory(path.parent)
-            # Ctrl-C too: the user does not expect gigabytes here.
+            # Also after Ctrl-C: users do not expect gigabytes here.
             except BaseException:
-                remove_path(staged)
+                remove_path(incomplete)
                 raise
 
 
@@ -123,14 +123,14 @@ def _save_remotely(
         if is_rank_zero and not writer.may_be_complete:
             try:
                 directory.tidy()
-            # Whatever the client of a store raises that is not well: its first error is the one to tell.
+            # A store's client may raise anything; the first error is reported.
             except Exception as second:  # noqa: BLE001
                 error.add_note(f"what was written of it is still in {directory}, of no use: {second!r}")
         raise
     if is_rank_zero:
         try:
             directory.tidy()
-        # The checkpoint is complete, and no training shall end for what takes space in vain until the next save.
+        # The checkpoint is complete, and leftovers only take space until the next save: training goes on.
         except Exception:
             logging.getLogger("megastrategy").warning(
                 "%s is complete; what it replaces was not all removed", directory, exc_info=True
@@ -155,19 +155,19 @@ def _write(
         state_dict_saver.save(
             state, storage_writer=writer, planner=_planner_in_order(held), process_group=collectives.group
         )
-    # Raised on all ranks, when any failed: the saver has gathered all errors, and no rank waits.
+    # Raised on all ranks when any failed: the saver has gathered all errors, and no rank waits.
     except api.CheckpointException as error:
         failures = {rank: _to_share(failure[0]) for rank, failure in error.failures.items()}
         raise _shared_failure(path, failures) from error
 
 
 def _to_share(error: BaseException) -> str | BaseException:
-    """Returns the text of an error, which may be of any class of the user's, and Ctrl-C itself."""
+    """Returns the text of an error, whose class other ranks may not know; Ctrl-C is returned as it is."""
     return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
 
 
 def _shared_failure(path: Directory, failures: Mapping[int, str | BaseException]) -> BaseException:
-    """Returns what all ranks raise after these failures, by rank: Ctrl-C of one rank ends all as Ctrl-C does."""
+    """Returns the exception that all ranks raise after these failures, by rank: Ctrl-C of one rank is raised on all."""
     for rank, failure in sorted(failures.items()):
         if isinstance(failure, BaseException):
             failure.add_note(f"it came on rank {rank}, while all ranks saved the checkpoint {path}")
@@ -177,7 +177,7 @@ def _shared_failure(path: Directory, failures: Mapping[int, str | BaseException]
 
 
 def _disk_writer(path: Path) -> StorageWriter:
-    """torch's, whose errors are those of the system: other ranks get them pickled, without the chain of causes."""
+    """Returns torch's writer, with the system's errors: other ranks get them pickled, without the chain of causes."""
     from torch.distributed.checkpoint import filesystem
 
     class Writer(filesystem.FileSystemWriter):
@@ -192,9 +192,10 @@ def _disk_writer(path: Path) -> StorageWriter:
 
 
 def _planner_in_order(held: HeldSignals) -> SavePlanner:
-    """torch's, whose directory lists names in the order of the ranks that have them, each as its rank does: who makes
-    one file of it gets what one process would have saved. torch's own begins with the last rank's, which lack what the
-    first one alone writes."""
+    """Returns torch's planner, with names listed in the order of ranks, as one process would have saved them.
+
+    torch's own order begins with the last rank's names, which lack those that only the first rank writes.
+    """
     from torch.distributed.checkpoint import default_planner
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -218,20 +219,20 @@ def _write_extra(path: Path, extra: dict[str, Any]) -> None:
     with path.open("wb") as file:
         torch.save(extra, file)
         file.flush()
-        # Before the rename: after a power cut a name may be on the disk without the data that it stands for.
+        # Before the rename: after a power cut a name may be on the disk without its data.
         os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def _failing_together(path: Directory, collectives: Collectives) -> Iterator[None]:
-    """If the block fails on any rank, all ranks raise, and none waits for it. Collective."""
+    """Raises on all ranks if the block fails on any, so that no rank waits. Collective."""
     outer = sys.exception()
     failure: BaseException | None = None
     try:
         yield
-    except BaseException as error:  # noqa: BLE001 - of the system, of a user's value that cannot be pickled, Ctrl-C
+    except BaseException as error:  # noqa: BLE001 - the system's, a user's value that cannot be pickled, Ctrl-C
         failure = reason_of(error, outer)
-    # After an error of the system too, so that ranks on which nothing went wrong learn of the others'.
+    # Also after an error here, so that ranks without one get it.
     gathered = collectives.all_gather_objects(_to_share(failure) if failure else None)
     if failures := {rank: each for rank, each in enumerate(gathered) if each is not None}:
         raise _shared_failure(path, failures) from failure

@@ -1,17 +1,17 @@
-"""Writes and reads checkpoints of one file, which are complete or not there, and which are mapped rather than read.
+"""Writes and reads checkpoints of one file, which are complete or missing, and which are mapped instead of read.
 
-Lightning writes a checkpoint into memory first, a second copy of the whole state, and from there to a temporary file.
-Here it goes straight into a file beside the target. That takes the target's name when all of it is on the disk, since a
+Lightning writes a checkpoint into memory first, a second copy of the full state, and from there to a temporary file.
+Here it is written directly into a file beside the target, which gets the target's name when all of it is on the disk: a
 process may be killed, and a machine may lose power, at any moment.
 
 [Note: mapped files]
-A loaded tensor is a part of the mapped file, private to its process. Pages are read when they are looked at, can be
-dropped, and are copied when they are written to. So ranks that each cut their shard out of the optimizer state share
-one copy of the file instead of reading it all.
+A loaded tensor is a part of the mapped file, private to its process. Pages are read on access, can be dropped, and are
+copied on write. So ranks that each cut their shard out of the optimizer state share one copy of the file instead of
+each reading all of it.
 
-The file may be replaced or removed meanwhile, as everything here does it. If it is overwritten in place, or removed on
-another machine that shares the file system, a process that looks at it afterwards is ended. Therefore strategies hand
-out copies (:func:`own_memory`) to callers that may keep a tensor.
+The file may be replaced or removed meanwhile in the way of this package. If it is overwritten in place, or removed on
+another machine that shares the file system, an access afterwards ends the process. Therefore strategies return copies
+(:func:`unmapped_copy`) to code that may keep a tensor.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from .paths import check_replaceable, reason_of, replace_path, sync_directory
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
-"""Pickle of the number with which a file of ``torch.save(..., _use_new_zipfile_serialization=False)`` begins."""
+"""The pickled number at the start of files of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
 
 
 def save_file(state: Any, path: str | Path) -> None:
-    """Saves as ``torch.save`` does to a local path. Afterwards the complete file is there, on the disk, or what was
-    there before.
+    """Saves to a local path as ``torch.save`` does. Afterwards the disk has the complete new file, or the old one.
 
-    It is written as ``.<name>.incomplete`` in the same directory, which a process that is killed leaves behind, and
-    the next save of that name overwrites. The state is not copied.
+    It is written as ``.<name>.incomplete`` in the same directory. A killed process leaves that behind, and the next
+    save of that name overwrites it. The state is not copied.
 
     Raises:
         OSError: if it cannot be written, with the path.
@@ -58,10 +57,10 @@ def save_file(state: Any, path: str | Path) -> None:
         with part.open("wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # before the name, or a crash of the machine could leave the name and no content
+            os.fsync(file.fileno())  # before the rename, or a crash of the machine could leave the name without content
         replace_path(part, target)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # most often since its directory is not there
+        with contextlib.suppress(OSError):  # most often since its directory does not exist
             part.unlink()
         cause = reason_of(error, outer)
         if not isinstance(cause, OSError):
@@ -75,8 +74,7 @@ def save_file(state: Any, path: str | Path) -> None:
 
 
 def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-    """Loads as ``torch.load`` does from a local path. The file is mapped if its format allows it; see
-    [Note: mapped files].
+    """Loads from a local path as ``torch.load`` does, mapped if the format allows it; see [Note: mapped files].
 
     Raises:
         CheckpointError: if it is empty, cut off, or not a file of ``torch.save``.
@@ -87,14 +85,16 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
         return torch.load(path, map_location, weights_only=weights_only, mmap=is_zip)
     except Exception as error:
         problem = _problem(Path(path), error)
-        if problem is None:  # it is whole; the error is about what is in it, like a class that must not be loaded
+        if (
+            problem is None
+        ):  # the file is complete; the error is about its contents, like a class that must not be loaded
             error.add_note(f"while loading the checkpoint {path}")
             raise
         raise CheckpointError(f"{path} {problem}") from error
 
 
-def own_memory(value: Any) -> Any:
-    """Copies what was loaded, so that no tensor of it is in a mapped file. Tensors that share memory still do."""
+def unmapped_copy(value: Any) -> Any:
+    """Copies loaded values, so that no tensor is in a mapped file. Tensors that share memory still share it."""
     return copy.deepcopy(value)
 
 
@@ -108,7 +108,7 @@ def local_path(path: str | Path) -> Path | None:
 
 
 def _problem(path: Path, error: Exception) -> str | None:
-    """Says what is wrong with the file as a whole, and what to do; None if it is a complete one of torch.save."""
+    """Says why the file is no complete one of torch.save, and what to do; None if it is one."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(max(len(_ZIP_START), len(_LEGACY_START)))
@@ -116,18 +116,18 @@ def _problem(path: Path, error: Exception) -> str | None:
         f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in place. "
         "Resume from another checkpoint"
     )
-    # a machine that crashed before the content was on the disk leaves a name and no content
+    # A machine that crashed before the content was on the disk leaves a name without content.
     if size == 0:
         return "is empty: its writer was ended before it wrote. Resume from another checkpoint"
     if start.startswith(_ZIP_START):
-        # a zip file has its directory at the end, so one that was cut off has none
+        # A zip file has its directory at the end, so one that was cut off has none.
         if not zipfile.is_zipfile(path):
             return cut_off
         with zipfile.ZipFile(path) as archive:
             if any(name.split("/")[1:] == ["data.pkl"] for name in archive.namelist()):
                 return None
-    # this format has no directory: only how the reading failed tells a cut from an object that must not be loaded. A
-    # file shorter than the mark matches a part of it
+    # This format has no directory: only the error of reading distinguishes a cut from an object that must not be
+    # loaded. A file shorter than the mark matches a part of it.
     elif start.startswith(_LEGACY_START[: len(start)]):
         short = isinstance(error, EOFError | IndexError | struct.error) or size < len(_LEGACY_START)
         return cut_off if short or "EOF" in str(error) or "truncated" in str(error) else None
@@ -135,9 +135,9 @@ def _problem(path: Path, error: Exception) -> str | None:
 
 
 def trainable_weights(module: Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of a file that may become main params: its fp32 ones, where the module's are of 16 bits.
+    """Returns the weights of a file that may become main params of the module's 16-bit weights.
 
-    Those of frozen parameters stay behind: they would be kept whole on every rank, for nothing while they are frozen.
+    Weights of frozen parameters are left out: every rank would keep them in full, without use while they are frozen.
     """
     names = [name for name, param in module.named_parameters() if param.requires_grad and param.is_floating_point()]
     return {name: state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)}

@@ -1,8 +1,8 @@
-"""Ctrl-C while ranks save together: held back until all of them can act on it.
+"""Holds back Ctrl-C while ranks save together, until all of them can act on it.
 
-A rank that left a save between two of its collectives would leave the others waiting in the second one, and what a
-callback then saves on exceptions would wait for them. So a signal is delivered where its exception is shared among the
-ranks: before a tensor is written, before the directory gets its name, and after the save.
+A rank that left a save between two collectives would leave the others waiting in the second one, and a callback that
+saves on exceptions would wait for them. So a signal is delivered only where its exception reaches all ranks: before a
+tensor is written, before the directory gets its name, and after the save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeldSignals:
         self.deliver()
 
     def deliver(self) -> None:
-        """Calls the handler of a signal that came; that of Ctrl-C raises KeyboardInterrupt."""
+        """Calls the handler of a signal that was held back; that of Ctrl-C raises KeyboardInterrupt."""
         if self._held is not None:
             (number, frame), self._held = self._held, None
             self._handlers[number](number, frame)

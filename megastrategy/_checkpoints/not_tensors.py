@@ -1,4 +1,4 @@
-"""The values in the states of modules that are no tensors, in directories."""
+"""The values in module states that are not tensors, in checkpoint directories."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 NOT_TENSORS = "megatron_ddp_not_tensors"
-"""In ``EXTRA_FILE``, by the key of each module: the values in its state that are no tensors (``_extra_state``). The
-format of directories would flatten them: empty dictionaries are lost in it, and keys become strings."""
+"""The key in ``EXTRA_FILE`` of values in module states that are not tensors (``_extra_state``), by module.
+
+The format of directories would flatten them, drop empty dictionaries and make strings of keys."""
 
 
 def not_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry of the file beside the tensors for the states of modules, by key; empty if they are tensors alone."""
+    """Returns the entry of ``EXTRA_FILE`` for the states of modules, by key; empty if they contain only tensors."""
     found = {
         key: {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         for key, values in state.items()

@@ -14,10 +14,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def reason_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Finds why a write failed: torch.save reports a full disk, and Ctrl-C, in words of its own ("unexpected pos").
+    """Returns the system's error or the interrupt in an exception's chain of causes; ``error`` if there is none.
 
-    Returns the error of the system or the interrupt in the chain of causes; ``error`` if there is none. ``outer`` was
-    being handled before the write, so it may be in the chain; it is no reason.
+    torch.save reports a full disk, and Ctrl-C, with messages of its own ("unexpected pos"). ``outer`` was being handled
+    before the write, so it may be in the chain, but is not the reason.
     """
     each: BaseException | None = error
     while each is not None and each is not outer:
@@ -28,16 +28,16 @@ def reason_of(error: BaseException, outer: BaseException | None) -> BaseExceptio
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises IsADirectoryError for a directory that is no checkpoint: what a user has in it is not ours to remove."""
+    """Raises IsADirectoryError for a directory that is no checkpoint: a user's files must not be removed."""
     if path.is_dir() and not is_directory_checkpoint(path) and any(path.iterdir()):
         raise IsADirectoryError(errno.EISDIR, "it is a directory, and no checkpoint", str(path))
 
 
 def replace_path(new: Path, path: Path) -> None:
-    """Moves a file or directory to ``path``; what was there, a file or a checkpoint directory, goes.
+    """Moves a file or directory to ``path``, and removes an older file or checkpoint directory.
 
-    At any moment the old or the new one is complete at ``path``, where the system can exchange two names at once
-    (Linux); elsewhere a directory that is replaced is missing for a moment.
+    Where the system can exchange two names atomically (Linux), the old or the new one is complete at ``path`` at any
+    moment. On other systems a directory that is replaced is missing for a moment.
 
     Raises:
         IsADirectoryError: as :func:`check_replaceable`.
@@ -50,10 +50,10 @@ def replace_path(new: Path, path: Path) -> None:
             _exchange(new, path)
             old = new
         except OSError as error:
-            # A kernel or a file system without the exchange; every other error is one.
+            # A kernel or a file system without the exchange; other errors are raised.
             if error.errno not in (errno.ENOSYS, errno.EINVAL):
                 raise
-            # Moved aside, not removed first: killed in between, a user finds the old one complete under this name.
+            # Renamed, not removed first: if the process is killed in between, the old one is complete under this name.
             old = path.with_name(f".{path.name}.replaced")
             remove_path(old)
             path.rename(old)
@@ -64,7 +64,7 @@ def replace_path(new: Path, path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Writes the names in it to the disk, on file systems that can."""
+    """Writes the directory's names to the disk, on file systems that can do that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,7 +76,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    # Python has no call for it, and elsewhere than on Linux there is none.
+    # Python has no call for it, and only Linux has one.
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
@@ -86,13 +86,15 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def removed_name(path: Path) -> Path:
-    """Returns the name under which a checkpoint is removed; what a removal that was cut off left there is removed with
-    the next removal or save of that name."""
+    """Returns the name that a checkpoint gets before it is removed.
+
+    The next removal or save of ``path`` removes leftovers of an interrupted one.
+    """
     return path.with_name(f".{path.name}.removed")
 
 
 def remove_path(path: Path) -> None:
-    """Removes a file, a directory, or of a symbolic link the link; nothing if there is none."""
+    """Removes a file, a directory or a symbolic link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
 """Writes directories in object stores with torch.distributed.checkpoint; see remote_directory's
 [Note: complete without a rename].
 
-Importing it takes half a second, which only those pay who save such directories.
+Importing it takes half a second, which is paid only to save such directories.
 """
 
 from __future__ import annotations
@@ -24,29 +24,27 @@ from ..core import EXTRA_FILE, MARKER, RemoteDirectory, describe_missing_file, e
 class RemoteWriter(FsspecWriter):
     """Writes one directory, in one save.
 
-    Args:
-        directory: where.
-        extra: plain types and tensors, saved by rank 0.
+    ``extra``: plain types and tensors, saved by rank 0.
 
     Attributes:
-        may_be_complete: on rank 0, whether the store was asked to make it so. Even if it said no, its answer to one of
-            several attempts may have been lost: the parts have to stay.
+        may_be_complete: on rank 0, True after the store was asked to write ``.metadata``. Even if that failed, the
+            answer to one of several attempts may have been lost, so the parts have to stay.
     """
 
     def __init__(self, directory: RemoteDirectory, extra: dict[str, Any]) -> None:
-        # An object is there when its put returns. Where torch is told to sync, it syncs every disk of the machine,
-        # since an object has no file descriptor.
+        # An object exists when its put returns. With sync_files torch would sync every disk of the machine, since an
+        # object has no file descriptor.
         super().__init__(directory.url, sync_files=False)
         self._directory = directory
         self._extra = extra
         self.may_be_complete = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leaves what is there as it is: torch's warns of a checkpoint that will be overwritten, and none is."""
+        """Returns the plan: torch's method warns of a checkpoint that will be overwritten, but none is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives the parts of all ranks names that no other save has. On rank 0 alone, whose id it is."""
+        """Gives the parts of all ranks names with the id of this save. Called on rank 0 only."""
         plans = super().prepare_global_plan(plans)
         names = [save_prefix(self.save_id) + plan.storage_data.prefix for plan in plans]
         return [
@@ -55,15 +53,15 @@ class RemoteWriter(FsspecWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes the checkpoint complete. On rank 0 alone, when all ranks have put their parts.
+        """Completes the checkpoint, after all ranks have written their parts. Called on rank 0 only.
 
         Raises:
-            FileNotFoundError: if the parts of some rank are not where this one looks.
+            FileNotFoundError: if the parts of some rank are not in the store that this rank reaches.
         """
         directory = self._directory
         places = [result.storage_data for of_rank in results for result in of_rank]
-        # Otherwise no rank would notice one that reaches another store, or sees it with other credentials.
-        if missing := describe_missing_file(places, directory.size_of()):
+        # A rank may reach another store, or another view of it with other credentials, which only this check finds.
+        if missing := describe_missing_file(places, directory.file_sizes()):
             raise FileNotFoundError(
                 f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "
                 "is each process's own"
@@ -81,7 +79,7 @@ class RemoteWriter(FsspecWriter):
         try:
             directory.put(MARKER, content)
         except Exception:
-            # The answer may be what was lost.
+            # The write may have succeeded, and only its answer was lost.
             if not self._is_complete():
                 raise
 
@@ -90,10 +88,10 @@ class RemoteWriter(FsspecWriter):
         return found is not None and found.storage_meta == self.storage_meta()
 
     def _hide_old_extra(self) -> None:
-        """Removes the copy that other readers would read with the tensors to come. Its original stays."""
+        """Removes the copy, which other readers would combine with the new tensors. The original stays."""
         directory = self._directory
         old = directory.metadata()
-        # There is no original where the directory was copied there from a disk.
+        # A directory that was copied from a disk has no original.
         if old is not None and directory.size(extra_name(old)) is None:
             directory.copy(EXTRA_FILE, extra_name(old))
         directory.file_system().rm_file(directory.object(EXTRA_FILE))

@@ -37,7 +37,7 @@ from .._checkpoints.directories import (
     written_by,
 )
 from .._checkpoints.directory_writer import save_directory
-from .._checkpoints.files import own_memory, trainable_weights
+from .._checkpoints.files import trainable_weights, unmapped_copy
 from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, count_barrier
@@ -416,7 +416,7 @@ class FabricStrategy(_Base):
             loaded = super().load_checkpoint(path, None, strict, weights_only)
         # the user may keep it longer than the file exists
         if not state:
-            return cast(dict[str, Any], own_memory(loaded))
+            return cast(dict[str, Any], unmapped_copy(loaded))
         if not isinstance(state, dict):
             self._load_objects({"": self._distributed(state)}, {"": loaded}, strict, path)
             return {}
@@ -430,7 +430,7 @@ class FabricStrategy(_Base):
             optimizer = objects.get(key)
             if isinstance(optimizer, DistributedOptimizer):
                 optimizer.load_main_params(params)
-        return cast(dict[str, Any], own_memory(saved))
+        return cast(dict[str, Any], unmapped_copy(saved))
 
     def _load_objects(
         self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path
@@ -460,9 +460,9 @@ class FabricStrategy(_Base):
                 # each rank copies its part out of the mapped file; all other objects may keep the tensors
                 value.load_state_dict(own)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                value.load_state_dict(own_memory(own))
+                value.load_state_dict(unmapped_copy(own))
             else:
-                values[key] = own_memory(own)
+                values[key] = unmapped_copy(own)
         # after the weights, whose rounded values would otherwise replace the main params
         for apply in read.values():
             apply()

@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .._checkpoints.directories import OptimizerInDirectory, load_optimizers, written_by
-from .._checkpoints.files import own_memory, trainable_weights
+from .._checkpoints.files import trainable_weights, unmapped_copy
 from .._checkpoints.validation import check_optimizer_state, describe_foreign
 from ..core import CheckpointError, DistributedOptimizer, Engine
 from .checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO
@@ -60,7 +60,7 @@ def unmapped(checkpoint: Any, path: str | Path) -> dict[str, Any]:
         )
     checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
     mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
-    return {key: value if key in mapped else own_memory(value) for key, value in checkpoint.items()}
+    return {key: value if key in mapped else unmapped_copy(value) for key, value in checkpoint.items()}
 
 
 def load_optimizer_states(
@@ -99,7 +99,7 @@ def load_optimizer_states(
         else:
             # shards are copied out of the mapped file; an unsharded optimizer keeps tensors, which must not be mapped
             is_cut = engine is not None and engine.layout.num_shards > 1
-            lightnings({**checkpoint, "optimizer_states": states if is_cut else own_memory(states)})
+            lightnings({**checkpoint, "optimizer_states": states if is_cut else unmapped_copy(states)})
         saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(optimizers))
         for optimizer, main_params in zip(sharded, saved, strict=False):
             if optimizer is not None:

@@ -517,7 +517,7 @@ class TrainerStrategy(_Base):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""
-        self._directory_saver.then(functools.partial(self._remove_now, filepath))
+        self._directory_saver.run_after_save(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:
         if self.is_global_zero and (path := existing_directory(filepath)) is not None:

@@ -1,12 +1,12 @@
 """The user's optimizer, stepped on this rank's shards.
 
 [Note: whose object is it]
-The user's own optimizer object does the arithmetic. During ``step`` its groups hold what this rank steps, flat shards
-and whole parameters that it owns; at any other time they hold the model's Parameters, so schedulers, callbacks and
-freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
-is the face shown to the framework; everything it knows is in one :class:`~.sharded_optimizer.ShardedOptimizer`, since
-frameworks copy an optimizer's ``__dict__`` into wrappers of their own. When the model was closed the user's optimizer
-is one of torch's own again (plain_optimizer's [Note: what close() does to an optimizer]), and the face calls it.
+The user's own optimizer object does the arithmetic. During ``step`` its groups contain this rank's flat shards and the
+whole parameters that it owns; at any other time they contain the model's Parameters, so schedulers, callbacks and
+freezing code see what they expect. Its ``state`` is always keyed by the stepped tensors. :class:`DistributedOptimizer`
+is the face shown to the framework. All of its own state is in one :class:`~.sharded_optimizer.ShardedOptimizer`, since
+frameworks copy an optimizer's ``__dict__`` into wrappers of their own. After the model was closed the user's optimizer
+is a plain one again (plain_optimizer's [Note: what close() does to an optimizer]), and the face calls it.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: built on ``model.parameters()`` or a part of it, with any groups. The object itself goes on being
             used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
-            Parameters in it that the model has not are stepped as under torch DDP, each rank with its own gradient.
+            Parameters that are not in the model are stepped as under torch DDP, each rank with its own gradient.
         model: the wrapped model.
 
-    A group whose update is element-wise is stepped as flat shards. One that needs whole parameters (Muon, LAMB) is
-    stepped as such, each by the rank that owns it.
+    A group whose update is element-wise is stepped as flat shards. In a group that needs whole parameters (Muon, LAMB)
+    each parameter is stepped by the rank that owns it.
 
     With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
     either way. The instance is also an instance of the optimizer's class.
@@ -98,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
-        if not issubclass(type(optimizer), torch.optim.Optimizer):  # whose __class__ says that it is
+        if not issubclass(type(optimizer), torch.optim.Optimizer):  # isinstance() believes its __class__
             raise ValueError(
                 f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}, which says it is one and is not "
                 "derived from it: derive it from torch.optim.Optimizer, or pass the optimizer that is inside of it"
@@ -180,12 +180,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_impl", "_step_supports_amp_scaling"):
-            # the second: unscaling is never left to a fused step, which would make clipping impossible
+            # The second: unscaling is never left to a fused step, which would make clipping impossible.
             raise AttributeError(name)
         return getattr(self._impl.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute that the user's optimizer has there, where its ``step`` looks for it, or a new option."""
+        """Sets an attribute of the user's optimizer, or a new option, on that object, where its ``step`` reads it."""
         impl: ShardedOptimizer | None = self.__dict__.get("_impl")
         is_option = isinstance(value, bool | int | float | str) and not name.startswith("_")
         if impl is not None and (is_option or name in impl.inner.__dict__) and not hasattr(type(self), name):
@@ -196,11 +196,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        Takes what ``step`` of the user's optimizer takes, a closure for one, and hands it on. With shards or main
-        params a closure is called before, once. Shards are stepped with other arguments if trial steps show that
-        nothing but elements depends on them; numbers are tried once.
+        Accepts the arguments of the user's ``step``, like a closure, and forwards them. With shards or main params a
+        closure is called once, before the step. Shards are stepped with further arguments if trial steps show that the
+        update stays element-wise with them; numbers are tried once.
 
-        When it returns every rank holds all new weights. Gradients stay until they are zeroed, as torch's do.
+        When it returns every rank has all new weights. Gradients stay until they are zeroed, as torch's do.
 
         Raises:
             OptimizerNotShardableError: if shards cannot be stepped with these arguments, or with an option that was set
@@ -219,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "under torch DDP"
             )
         result = None
-        # before the gradients are reduced, as torch's optimizers call it before they look at any
+        # Before the gradients are reduced, as torch's optimizers call it before they read any.
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _given_back(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer, which is one of torch's own when the model was closed; None while it is open."""
+        """Returns the user's optimizer, a plain one again, if the model was closed; None while it is open."""
         impl = self._impl
         if not impl.engine.is_closed:
             return None
@@ -239,27 +239,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_closed(self) -> bool:
-        """Whether its model was closed, so that this calls the user's optimizer as it is."""
+        """True if its model was closed, so that calls go to the user's optimizer."""
         return self._impl.engine.is_closed
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has only a part of the state."""
+        """True if this rank has only a part of the state."""
         return self._impl.shard_set.sharded or bool(self._impl.engine.model_parallel.collectives)
 
     @property
     def is_of_stage(self) -> bool:
-        """Whether optimizers on other ranks have other parameters of the model."""
+        """True if optimizers on other ranks have other parameters of the model."""
         return bool(self._impl.engine.model_parallel.states)
 
     def is_cut(self, param: Parameter) -> bool:
-        """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
+        """Returns True if each rank steps a part of the parameter; False if every rank, or its owner, steps all."""
         shard_set = self._impl.shard_set
         index = shard_set.index_by_id.get(id(param))
         return index is not None and shard_set.is_cut(index)
 
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
-        """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
+        """Returns when all ranks are about to do ``what``, as a framework's saves need; at once if it is not sharded.
 
         ``remedy`` is the last sentence of the message.
 
@@ -271,12 +271,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> tuple[int, int]:
-        """The number of steps that began to change weights, and of those that were completed.
+        """The numbers of steps that began to change weights, and of completed ones.
 
-        A step whose weights did not arrive was not completed; ``overlap_param_gather="forward"`` hears of that after
-        ``step`` has returned.
+        A step whose weights did not arrive was not completed; with ``overlap_param_gather="forward"`` that is known
+        only after ``step`` has returned.
 
-        After an exception the ranks' shards and weights belong together if all ranks have the same two numbers, equal.
+        After an exception shards and weights of all ranks fit together if the two numbers are equal, and the same on
+        all ranks.
         """
         impl = self._impl
         begun, done = impl.shard_set.num_steps_begun, impl.num_steps_done
@@ -293,8 +294,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shard_set.extra_params.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
-        every rank. Collective."""
+        """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters. Collective.
+
+        Returns the total norm, the same bits on every rank.
+        """
         engine, shard_set = self._impl.engine, self._impl.shard_set
         is_plain = self._given_back() is not None
         if not is_plain:
@@ -323,32 +326,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch._foreach_clamp_max_(grads, clip_value)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of this optimizer's reduced gradients: a scalar, the same bits on every rank. Collective."""
+        """Returns the norm of this optimizer's reduced gradients: a scalar, the same bits on every rank. Collective."""
         self._impl.finish_grads()
         shard_set = self._impl.shard_set
         return norm_of_grads(shard_set, owned_grads(shard_set), norm_type)
 
     def grad_num_zeros(self) -> Tensor:
-        """The number of zeros in the reduced gradients of the model's parameters: an int64 scalar, the same on
-        every rank; each element counts once. Collective."""
+        """Returns the number of zeros in the reduced gradients of the model's parameters. Collective.
+
+        It is an int64 scalar, the same on every rank; each element counts once.
+        """
         self._impl.finish_grads()
         return num_zeros(self._impl.shard_set)
 
     def param_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of those of the model's parameters that this optimizer has, frozen ones too, as the model computes
-        with them: a scalar, the same bits on every rank. Collective."""
+        """Returns the norm of this optimizer's parameters of the model, frozen ones too. Collective.
+
+        Of the values that the model computes with: a scalar, the same bits on every rank.
+        """
         return param_norm(self._impl.shard_set, norm_type)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
+        """Returns the full reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
         return full_grad(self._impl.engine, param)
 
     def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
-        """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not
-        finite. Collective."""
+        """Multiplies the gradients by ``inv_scale``, for gradient scalers. Collective.
+
+        Returns a (1,) fp32 tensor: 1.0 on all ranks if any gradient is not finite, otherwise 0.0.
+        """
         self._impl.finish_grads()
         engine, shard_set = self._impl.engine, self._impl.shard_set
-        # a stranger's gradient is not reduced, and may be infinite on one rank alone
+        # An extra parameter's gradient is not reduced, and may be infinite on only one rank.
         agreeing = engine.collectives if shard_set.extra_params.params else shard_set.owner_collectives
         grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.extra_params.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, engine.device)
@@ -387,7 +396,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
 
-        Rank 0 gets the state; on other ranks ``state`` has only what each rank steps by itself. All ranks call this
+        Rank 0 gets the state; on other ranks ``state`` has only parameters that every rank steps. All ranks call this
         together.
 
         Raises:
@@ -404,7 +413,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return save_with_hooks(shard_set.inner, self, save)
 
     def _gather(self, what: str) -> Gather | None:
-        """Returns a way for the ranks' parts to come together, when all ranks are here; None where all is on each."""
+        """Returns a Gather, when all ranks have reached this call; None where every rank has all of the state."""
         engine, owners = self._impl.engine, self._impl.shard_set.owner_collectives
         if owners is None:
             return None
@@ -416,8 +425,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.
 
-        Every rank passes the whole state, or what :meth:`state_dict` returned there, or its copy: a rank whose state
-        has no entries of the model's parameters gets rank 0's.
+        Every rank passes the full state, or the result of :meth:`state_dict` on that rank, or a copy of it: a rank
+        whose state has no entries of the model's parameters gets rank 0's.
 
         Raises:
             CheckpointError: if groups or shapes do not fit; on all ranks, if one has other entries. Nothing is changed
@@ -427,7 +436,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             plain.load_state_dict(state_dict)
             return
-        if is_complete := "state" in state_dict:  # else a hook makes it, of another format
+        if is_complete := "state" in state_dict:  # otherwise a hook converts it from another format
             state_dict = self._completed(state_dict)
         if not shard_set.has_shards:
             shard_set.inner.load_state_dict(parts_of_state(shard_set, state_dict))
@@ -442,8 +451,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def every_rank_has_state(self) -> Iterator[None]:
-        """While this is open, loads send nothing: each rank has read the whole state, from a file. A rank that deals
-        with an exception may load by itself then."""
+        """Makes loads send nothing while this is open, since each rank has read the full state from a file.
+
+        So a rank that handles an exception may load without the others.
+        """
         self._loads_by_itself = True
         try:
             yield
@@ -451,14 +462,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._loads_by_itself = False
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
+        """Returns ``state_dict``, with rank 0's state if this rank's has no entries. Collective if it is sharded."""
         if not self.is_sharded or self._loads_by_itself:
             return state_dict
         return completed_state(self._impl.shard_set, state_dict)
 
     def main_params(self) -> dict[str, Tensor]:
-        """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
-        :meth:`state_dict` is."""
+        """Gathers the full fp32 main params of 16-bit weights, by parameter name, in rank 0's host memory.
+
+        Empty on other ranks. All ranks call this together, as :meth:`state_dict`.
+        """
         shard_set = self._impl.shard_set
         if not self._has_main_params():
             return {}
@@ -471,14 +484,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return whole_main_params(shard_set, of_parts)
 
     def _has_main_params(self) -> bool:
-        """Whether some rank has main params. Collective over a pipeline's ranks."""
+        """Returns True if some rank has main params. Collective over a pipeline's ranks."""
         shard_set, layout = self._impl.shard_set, self._impl.engine.layout
         apart = map(layout.has_separate_main, range(len(layout.params)))
         return has_main_params(shard_set, bool(shard_set.pending_main_params) or any(apart))
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
-        """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
-        as :meth:`load_state_dict` is; a rank that passes none gets rank 0's."""
+        """Loads saved main params where they round to the present weights; elsewhere the weights are kept.
+
+        Collective, as :meth:`load_state_dict`; a rank that passes none gets rank 0's.
+        """
         shard_set = self._impl.shard_set
         exchanges = self.is_sharded and not self._loads_by_itself
         if exchanges and not self.is_closed and self._has_main_params():
@@ -486,23 +501,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shard_set.load_main_params(parts_of_main_params(shard_set, main_params))
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
+        """Returns this rank's part of the state by parameter name.
 
-        The keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
-        tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too, and of a
-        pipeline what this stage has. Collective over a pipeline's stages.
+        For ``torch.distributed.checkpoint.save`` or ``async_save``. Keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
+        tensors are the optimizer's own. The part of a tensor-parallel parameter has its place in the full one; a
+        pipeline's stage returns the state of its own parameters. Collective over a pipeline's stages.
         """
         return state_to_write(self._impl.shard_set)
 
     def load_sharded(self, path: str | Directory | OpenDirectory, key: str = "optimizer") -> None:
-        """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
+        """Reads a state with :meth:`read_sharded`, and loads it."""
         self.read_sharded(path, key)()
 
     def read_sharded(self, path: str | Directory | OpenDirectory, key: str = "optimizer") -> Callable[[], None]:
-        """Reads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
+        """Reads a state of :meth:`sharded_state_dict`, saved under ``key``, on any number of ranks or under FSDP.
 
-        Each rank reads its part; ``path`` may be a URL, for fsspec. Nothing is changed until what is returned is
-        called, after the weights: where a saved main param does not round to the present one, the weight wins.
+        Each rank reads its part; ``path`` may be a URL, for fsspec. Returns a function that loads it, to be called
+        after the weights are loaded: where a saved main param does not round to the weight, the weight is kept.
 
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
@@ -510,24 +525,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return read_state(self._impl.shard_set, open_directory(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
-        """Makes one of the user's class; see optimizer_copies' [Note: copies and pickles of an optimizer]."""
+        """Returns a copy of the user's class; see optimizer_copies' [Note: copies and pickles of an optimizer]."""
         return copy.copy(self._impl.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what the user's class does, with this object's :attr:`state`; :meth:`__setstate__` accepts it."""
         kind: Any = type(self._impl.inner)
-        given: dict[str, Any] = dict(kind.__getstate__(self._impl.inner))  # the object's own makes copies
+        given: dict[str, Any] = dict(kind.__getstate__(self._impl.inner))  # the object's own is for copies
         return given | {"state": self.state} if "state" in given else given
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Replaces state, groups or other attributes of the user's optimizer, as its class does: ``{"state":
-        defaultdict(dict)}`` makes it forget.
+        """Replaces state, groups or other attributes of the user's optimizer, as its class does.
 
         Raises:
-            DirectUseError: for state of one of the model's Parameters, in whose place another tensor is stepped.
+            DirectUseError: for state of one of the model's Parameters if another tensor is stepped in its place.
         """
         impl: ShardedOptimizer | None = self.__dict__.get("_impl")
-        if impl is None:  # an optimizer of a framework's that inherits from this class; Fabric's has this one inside
+        if impl is None:  # a framework's wrapper that inherits from this class; Fabric's has this object inside
             inner = self.__dict__.get("_optimizer")
             super().__setstate__(state) if inner is None else inner.__setstate__(state)
             return
@@ -537,7 +551,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if "state" in given:
             self.state = given["state"]
             given["state"] = impl.inner.state
-        # The class may convert what is kept for each parameter, which it finds by what is in the groups.
+        # The class may convert the state of each tensor in the groups.
         with impl.shard_set.groups_of_shards():
             impl.inner.__setstate__(given)
 
@@ -557,6 +571,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _of_closed(optimizer: Any) -> Any:
-    """The user's optimizer inside of one whose model was closed; anything else as it is."""
+    """Returns the user's optimizer of a DistributedOptimizer whose model was closed; any other object as it is."""
     is_closed = isinstance(optimizer, DistributedOptimizer) and optimizer.is_closed
     return optimizer.optimizer if is_closed else optimizer

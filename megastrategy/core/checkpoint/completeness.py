@@ -1,4 +1,4 @@
-"""Tells whether all is there that a directory's metadata says, part by part and element by element."""
+"""Checks that a directory has all files and all elements that its metadata lists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def describe_missing_file(places: Iterable[Any], size_of: Callable[[str], int | 
     """Says which file of a directory is missing or too short; empty if none.
 
     Args:
-        places: of the values, as torch has them in ``Metadata.storage_data``: file, offset and length in bytes.
-        size_of: the bytes of a file, by name; None if there is no such file.
+        places: file, offset and length in bytes of each value, from torch's ``Metadata.storage_data``.
+        size_of: returns the bytes of a file by name; None if there is no such file.
     """
     ends: dict[str, int] = {}
     for place in places:
-        # The furthest byte that is referred to: a file is shorter where a copy was broken off, and is named here.
+        # The last byte that is referred to: a file is shorter if a copy of it was interrupted.
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in ends.items():
         size = size_of(name)
@@ -31,10 +31,10 @@ def describe_missing_file(places: Iterable[Any], size_of: Callable[[str], int | 
 
 
 def describe_missing_elements(metadata: Metadata) -> str:
-    """Says which tensor is not all in the directory, and why; empty if none.
+    """Says which tensor is incomplete in the directory, and why; empty if none.
 
-    A part that one rank saves without the others is alone in its directory. The format has no word for that, and its
-    readers leave whatever was in memory in the place of the rest.
+    If one rank saves without the others, the directory has only its parts. The format cannot express that, and its
+    readers leave the rest of the target as it was in memory.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

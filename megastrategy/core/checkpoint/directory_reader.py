@@ -1,6 +1,6 @@
 """Reads checkpoints that are directories, into which every rank wrote its part with torch.distributed.checkpoint.
 
-Every tensor in the directory is whole for its readers: another number of ranks, FSDP, or a consolidation tool.
+Readers see full tensors in the directory: a different number of ranks, FSDP, or a consolidation tool.
 :mod:`.directory_state` describes an optimizer's entries in it.
 """
 
@@ -20,13 +20,13 @@ from ..module import dtensors_of, empty_like_part
 from .completeness import describe_missing_elements, describe_missing_file
 from .remote_directory import MARKER, Directory, RemoteDirectory, directory_at
 
-if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
+if TYPE_CHECKING:  # importing it takes half a second, which is paid only to save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
 
 def is_directory_checkpoint(path: Directory) -> bool:
-    """Whether a strategy of this package, FSDP or another user of torch.distributed.checkpoint wrote it."""
+    """Returns True if a strategy of this package, FSDP or another user of torch.distributed.checkpoint wrote it."""
     if isinstance(path, RemoteDirectory):
         return path.size(MARKER) is not None
     return (path / MARKER).is_file()
@@ -38,11 +38,7 @@ def open_directory(path: str | Path | RemoteDirectory | OpenDirectory) -> OpenDi
 
 
 class OpenDirectory:
-    """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once.
-
-    Attributes:
-        path: the place of the directory.
-    """
+    """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once."""
 
     def __init__(self, path: Directory) -> None:
         self.path = path
@@ -60,7 +56,7 @@ class OpenDirectory:
         try:
             metadata = self._reader().read_metadata()
             missing = describe_missing_file(metadata.storage_data.values(), self._sizes())
-        # Whatever a broken pickle raises, down to AttributeError and EOFError, and a store's client.
+        # A broken pickle may raise anything, down to AttributeError and EOFError, and so may a store's client.
         except Exception as error:
             raise CheckpointError(
                 f"{self} is no complete directory of torch.distributed.checkpoint: {error!r}"
@@ -85,12 +81,12 @@ class OpenDirectory:
         key: str,
         make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
     ) -> dict[str, Any]:
-        """Reads what is under ``key``, nested as it was saved. Not collective: each rank reads what it asks for.
+        """Reads the values under ``key`` of the outermost dictionary, nested as they were saved. Not collective.
 
         Args:
             key: of the outermost dictionary.
-            make: the tensor to read into, from its place (keys, outermost first) and what the file says of it; a
-                :class:`FlatShard` reads no more than its part, None nothing. By default a whole tensor in host memory.
+            make: returns the tensor to read into, given its place (keys, outermost first) and its metadata. A
+                :class:`FlatShard` reads only its part, None nothing. By default a full tensor in host memory.
 
         Raises:
             CheckpointError: if the directory is not complete, or cannot be read.
@@ -103,7 +99,7 @@ class OpenDirectory:
         targets: dict[str, Any] = {}
         for name, place in places.items():
             saved = metadata.state_dict_metadata[name]
-            # A plain value needs no target: the reader puts it here.
+            # A plain value needs no target: the reader sets it here.
             if not isinstance(saved, TensorStorageMetadata):
                 targets[name] = None
                 continue
@@ -112,12 +108,12 @@ class OpenDirectory:
                 targets[name] = target
         if targets:
             reader = self._reader()
-            reader.read_metadata = lambda *_: metadata  # type: ignore[method-assign]  # torch loads it once more
+            reader.read_metadata = lambda *_: metadata  # type: ignore[method-assign]  # torch would load it again
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", ".*to load in a single process")  # so each rank does
+                    warnings.filterwarnings("ignore", ".*to load in a single process")  # as each rank does here
                     state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
-            except (Exception, api.CheckpointException) as error:  # the second is a BaseException
+            except (Exception, api.CheckpointException) as error:  # CheckpointException is no Exception
                 raise CheckpointError(f"{self} cannot be read, {key!r} in it: {error!r}") from error
         nested: dict[str, Any] = {}
         for name, value in targets.items():
@@ -125,10 +121,11 @@ class OpenDirectory:
         return nested
 
     def read_weights(self, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Reads the state of a module under ``key``, whole but for tensor-parallel parameters: of these a rank reads
-        its part alone, as a DTensor. Not collective.
+        """Reads the state of a module under ``key``: full tensors, and tensor-parallel parameters as DTensors.
 
-        ``elsewhere``: the names of what is not read, since other ranks have it.
+        A rank reads only its part of a DTensor. Not collective.
+
+        ``elsewhere``: the names of parameters and buffers that other ranks have, and this one does not read.
 
         Raises:
             CheckpointError: if the directory is not complete, or cannot be read.
@@ -139,7 +136,7 @@ class OpenDirectory:
             if str(place[1]) in elsewhere:
                 return None
             param = params.get(str(place[1]))
-            # load_state_dict() names one of another shape.
+            # A parameter of another shape is read in full: load_state_dict() will name it.
             if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):
                 return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             return empty_like_part(param, saved.properties.dtype)
@@ -156,21 +153,21 @@ class OpenDirectory:
         return FileSystemReader(self.path)
 
     def _sizes(self) -> Callable[[str], int | None]:
-        """Returns what tells a file's bytes by its name; None if it is not there."""
+        """Returns a function that returns a file's bytes by name; None for a file that does not exist."""
         path = self.path
         if isinstance(path, RemoteDirectory):
-            return path.size_of()
+            return path.file_sizes()
         return lambda name: (path / name).stat().st_size if (path / name).is_file() else None
 
 
 def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
-    """Sets a value in nested dictionaries and lists, making them on the way."""
+    """Sets a value in nested dictionaries and lists, which it creates where they are missing."""
     here: Any = nested
     for step, following in zip(place, (*place[1:], None), strict=True):
-        # The next step of the place says what stands here: a number needs a list, a name a dictionary.
+        # The next key determines the container here: a number needs a list, a name a dictionary.
         fresh = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(here, list):
-            # Places come in any order; a list is as long as the highest number so far.
+            # Places come in any order, so a list is as long as the highest number so far.
             here.extend([None] * (step + 1 - len(here)))
             if following is None or here[step] is None:
                 here[step] = fresh

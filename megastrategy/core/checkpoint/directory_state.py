@@ -1,9 +1,8 @@
 """An optimizer's state in directories: what each rank writes of it, and reads.
 
-It is keyed by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it. Where ranks share a model, every
-tensor has the name that it has in the whole model. A parameter of which several pipeline stages have a copy is written
-by the first of them only, and read by all. The groups are written in full, the same on every rank; a stage reads its
-own part of them.
+It is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``. Where ranks share a model, tensors
+have the names of the full model. If several pipeline stages have a copy of a parameter, the first of them writes it and
+all read it. The groups are written in full, the same on every rank; a stage reads its own part of them.
 
 [Note: how a tensor-parallel parameter is cut in a directory]
 It is cut twice: each tensor rank has a box of it, and each data-parallel rank of this tensor rank has a range of that
@@ -63,7 +62,7 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
 
 
 def _cut_params(shard_set: ShardSet) -> Mapping[str, CutParam]:
-    """The parameters of which each tensor rank has a part, by their names in the whole model."""
+    """Returns the parameters that tensor ranks have in parts, by their names in the full model."""
     engine, name_in_model = shard_set.engine, shard_set.engine.model_parallel.name_in_model
     return engine.local_parts.cut_params({name_in_model(name): p for name, p in engine.named_params().items()})
 
@@ -71,12 +70,12 @@ def _cut_params(shard_set: ShardSet) -> Mapping[str, CutParam]:
 def _tensors_to_write(
     shard_set: ShardSet, names: Mapping[int, str], of_others: Collection[int], cut_params: Mapping[str, CutParam]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """The state by parameter name, and the main params by saved name, without parameters in ``of_others`` (by id)."""
+    """Returns state by parameter name, and main params by saved name, without the parameters ``of_others`` (ids)."""
     optimizer, shards, layout = shard_set.inner, shard_set.shards, shard_set.layout
     params_by_id, known = shard_set.sharded_by_id, shard_set.states.element_names
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
-    # None where another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
+    # None if another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
     stepped = {id(param): shard_set.stepped_tensor(param) for param in shard_set.params() if id(param) not in of_others}
     tensors = {key: tensor for key, tensor in stepped.items() if tensor is not None}
     flat = {key for key, index in params_by_id.items() if index in shards and shards[index].is_cut}
@@ -87,7 +86,7 @@ def _tensors_to_write(
         shard = shards.get(index) if index is not None else None
         spec = layout.params[index] if index is not None and shard is not None else None
         cut = cut_params.get(name)
-        # A count is the same on all owners and written in full, by whichever of them the planner chooses.
+        # A counter is the same on all owners. Each offers it, and the planner chooses the one that writes it.
         shape = shard.main.shape if shard is not None else cut.part_shape if cut is not None else ()
         state[name] = {
             kind: _placed(value, shard, spec, cut) if is_per_element(kind, value, shape, known) else value
@@ -99,12 +98,12 @@ def _tensors_to_write(
 
 
 def _placed(value: Tensor, shard: ParamShard | None, spec: ParamSpec | None, cut: CutParam | None) -> Tensor:
-    """A tensor with a number for each element of what is stepped, as the part that it is of the whole parameter's."""
+    """Returns element-wise state with its place in the full parameter's: as a FlatShard if it is only a part."""
     if shard is not None and spec is not None and shard.is_cut:
-        if spec.numel == 0 and cut is None:  # of no elements there is no part
+        if spec.numel == 0 and cut is None:  # a parameter without elements has no parts
             return value.view(spec.shape)
         return FlatShard(value, shard.start, spec.shape, spec.stride, cut)
-    # A DTensor, which a frozen parameter's may be, says itself where it is.
+    # A DTensor, as the state of a frozen parameter may be, has its place itself.
     return value if cut is None or type(value) is not Tensor else FlatShard.of_part(value, cut)
 
 
@@ -153,7 +152,7 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
 
 
 def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
-    """The tensors in the state of the optimizer under ``key``, without elements, each under a number of its own."""
+    """Returns meta tensors of the sizes in the state of the optimizer under ``key``, with a number for each."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     sizes: dict[int, dict[str, Tensor]] = {}
@@ -170,11 +169,11 @@ class _Targets:
     tensor as :class:`FlatShard`, all else in its shape.
 
     Attributes:
-        present: the names of all parameters that there are here.
+        present: the names of all parameters on this rank.
         elsewhere: the names of parameters that only other ranks of the model have.
-        indices: by name, the layout's indices of parameters that have shards, on some data-parallel rank.
-        per_element: the names of state that has one number for each element.
-        cut: by name, the parameters of which each tensor rank has a part.
+        indices: by name, the layout's indices of parameters with shards, on whichever data-parallel ranks.
+        per_element: the names of element-wise state.
+        cut: by name, the parameters that tensor ranks have in parts.
     """
 
     shard_set: ShardSet
@@ -186,14 +185,14 @@ class _Targets:
     cut: Mapping[str, CutParam]
 
     def __call__(self, place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
-        """The tensor to read into; None if all of it is another rank's."""
+        """Returns the tensor to read into; None if other ranks read all of it."""
         dtype, size = saved.properties.dtype, tuple(saved.size)
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype, device="cpu")
         name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
         if name in self.elsewhere:
             return None
-        # Before anything is loaded: a rank that left out what it does not know would resume another optimizer.
+        # Raised before anything is loaded: without this entry the rank would resume a different optimizer.
         if name not in self.present:
             raise CheckpointError(
                 f"{self.path} has state {what!r} of a parameter {name!r}, which the model does not have"
@@ -206,13 +205,13 @@ class _Targets:
         return self._of_elements(name, what, size, dtype)
 
     def _of_elements(self, name: str, what: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """For what has a number for each element of a parameter."""
+        """Returns the target for element-wise state, as :meth:`__call__`."""
         index, part = self.indices.get(name), self.cut.get(name)
         shape, stride = part.part_shape if part is not None else size, None
         if index is not None:
             spec = self.shard_set.layout.params[index]
             shape, stride = spec.shape, spec.stride
-        # It is not divided, so it may be whatever the optimizer keeps, which need not be element-wise.
+        # It is not divided, so it may be any state of this name, also one that is not element-wise.
         is_range = self._is_range(name)
         if part is None and not is_range:
             return _empty(size, stride if size == shape else None, dtype)
@@ -223,18 +222,18 @@ class _Targets:
             )
         if part is not None and not is_range:
             return FlatShard.of_part(_empty(shape, stride, dtype), part)
-        # Another rank's: not read at all, which is what directories are for.
+        # Another rank's part is not read at all.
         shard = self.shard_set.shards.get(index) if index is not None else None
         if shard is None or stride is None:
             return None
         return FlatShard(torch.empty(shard.numel, dtype=dtype, device="cpu"), shard.start, shape, stride, part)
 
     def shaped(self, name: str, value: Any) -> Any:
-        """Returns what was read, in the shape of a parameter's part unless it is a range of one."""
+        """Returns the value that was read: in the shape of a parameter's part, unless it is a range of one."""
         return value.as_part() if isinstance(value, FlatShard) and not self._is_range(name) else value
 
     def _is_range(self, name: str) -> bool:
-        """Whether each data-parallel rank has a range of the parameter."""
+        """Returns True if each data-parallel rank has a range of the parameter."""
         index = self.indices.get(name.removesuffix(REMAINDER))
         return index is not None and self.shard_set.is_cut(index)
 
@@ -250,8 +249,7 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.
 def _check_same_groups(
     path: Directory, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str] = ()
 ) -> None:
-    """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters. Those that
-    are ``elsewhere`` alone do not count."""
+    """Raises CheckpointError if saved groups have other parameters, not counting those ``elsewhere``."""
     if len(saved) != len(own):
         raise CheckpointError(f"{path} has {len(saved)} parameter group(s), the optimizer {len(own)}")
     for number, (group, names) in enumerate(zip(saved, own, strict=True)):

@@ -1,7 +1,7 @@
 """Reads directories in object stores with torch.distributed.checkpoint; see remote_directory's
 [Note: complete without a rename].
 
-Importing it takes half a second, which only those pay who load such directories.
+Importing it takes half a second, which is paid only to load such directories.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.futures import Future
 
 from .remote_directory import RemoteDirectory
 
-# torch reads each tensor's end before its beginning, and most tensors are small: what it asks for would be a request or
-# two for each of them.
+# torch reads each tensor's end before its beginning, and most tensors are small: without blocks each tensor would take
+# one or two requests.
 _BLOCK_BYTES = 8 * 2**20
 _MAX_BLOCKS = 8  # in memory at once
 
@@ -35,13 +35,13 @@ class RemoteReader(FsspecReader):
         self.fs = in_blocks  # type: ignore[assignment]  # as in torch
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads in the order of the bytes, whatever order the values are asked for in."""
+        """Reads in the order of the bytes, whatever the order of the plan."""
         items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
 
 
 class _InBlocks(FileSystem):
-    """Opens files that are read block by block, which stay for what is read next."""
+    """Opens files that are read block by block, with a cache of blocks for the next reads."""
 
     fs: Any
 

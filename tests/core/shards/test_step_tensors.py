@@ -354,7 +354,7 @@ def test_a_shard_that_is_kept_apart_does_not_keep_its_neighbours_old_state_alive
         (joined,) = setup.optimizer._impl.shard_set.states._runs
         cut = joined._cut_for_tensors
         assert cut is not None
-        whole = cut.whole["exp_avg"]
+        whole = cut.joined["exp_avg"]
         first, size = whole.data_ptr(), whole.nbytes
         del joined, cut, whole
         setup.step([i for i in ALL if i not in (2, 8)], 1.0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy._checkpoints import files as checkpoint_files
-from megastrategy._checkpoints.files import load_file, own_memory, save_file
+from megastrategy._checkpoints.files import load_file, save_file, unmapped_copy
 from megastrategy.core import CheckpointError
 
 from ..fits import STATE, make_strategy, make_trainer
@@ -305,10 +305,10 @@ def test_a_mapped_file_may_be_replaced_and_removed(tmp_path: Path) -> None:
     assert torch.equal(loaded["weight"], STATE["weight"])  # type: ignore[arg-type]
 
 
-def test_own_memory_outlives_a_file_overwritten_in_place(tmp_path: Path) -> None:
+def test_an_unmapped_copy_outlives_a_file_overwritten_in_place(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save_file({"callbacks": [{"best": (STATE["weight"], "name")}], "model": nn.Linear(2, 2).state_dict()}, path)
-    owned = own_memory(load_file(path))
+    owned = unmapped_copy(load_file(path))
     assert owned["model"]._metadata, "the version of each module, by which torch knows old checkpoints"
     path.write_bytes(b"\0" * path.stat().st_size)
     assert torch.equal(owned["callbacks"][0]["best"][0], STATE["weight"])  # type: ignore[arg-type]

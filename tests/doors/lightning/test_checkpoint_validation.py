@@ -11,7 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from megastrategy._checkpoints.files import load_file, own_memory
+from megastrategy._checkpoints.files import load_file, unmapped_copy
 from megastrategy._checkpoints.validation import check_module_state
 from megastrategy.core import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
@@ -211,7 +211,7 @@ def fabric_load(path: Path, sharded: bool) -> dict[str, str]:
     messages = {}
     for problem, (other, others_optimizer) in {"shape": make(num_inputs=6), "groups": make(num_groups=2)}.items():
         weights = {name: value.clone() for name, value in other.state_dict().items()}
-        state = own_memory(others_optimizer.state_dict())
+        state = unmapped_copy(others_optimizer.state_dict())
         # the part that fits comes first, and must not be loaded either
         objects = {"model": other, "optimizer": others_optimizer, "step": 0}
         keys = ["step", "model", "optimizer"] if problem == "groups" else ["step", "optimizer", "model"]
