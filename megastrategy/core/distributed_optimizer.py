@@ -503,9 +503,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Returns this rank's part of the state by parameter name.
 
-        For ``torch.distributed.checkpoint.save`` or ``async_save``. Keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
-        tensors are the optimizer's own. The part of a tensor-parallel parameter has its place in the full one; a
-        pipeline's stage returns the state of its own parameters. Collective over a pipeline's stages.
+        For ``torch.distributed.checkpoint.save`` or ``async_save``. The keys are ``state``, ``param_groups`` and, for
+        16-bit weights, ``main_params``. Nothing is copied or sent; tensors are the optimizer's own. The part of a
+        tensor-parallel parameter has its place in the full one; a pipeline's stage returns the state of its own
+        parameters. Collective over a pipeline's stages.
         """
         return state_to_write(self._impl.shard_set)
 
