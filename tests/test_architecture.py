@@ -323,9 +323,8 @@ MAX_PUBLIC_METHODS, MAX_ATTRIBUTES = 30, 20
 LARGE_CLASSES = {
     "TrainerStrategy": (35, 20, "Lightning's interface of a strategy has as many methods"),
     "MegatronDDPStrategy": (35, 20, "a TrainerStrategy"),
-    "Engine": (30, 26, "it makes all parts of a wrapped model, and other folders reach them through it"),
-    "ShardSet": (36, 20, "the questions of step, states and checkpoint about the shards of one optimizer"),
-    "Reducer": (30, 27, "the phases of a backward share its state"),
+    "Engine": (31, 26, "it makes all parts of a wrapped model, and other folders reach them through it"),
+    "Reducer": (30, 29, "the phases of a backward share its state"),
     "Pipeline": (30, 21, "the schedule's sizes and groups"),
 }
 """Classes over the limits: how many public methods and attributes each may have, and why."""

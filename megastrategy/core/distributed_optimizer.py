@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Lightning's finetuning callbacks assign the groups they had before a restart."""
         before, self._impl.inner.param_groups = self._impl.inner.param_groups, param_groups
         try:
-            self._impl.shard_set.check_groups()
+            self._impl.shard_set.extra_params.find()
         except ValueError:
             self._impl.inner.param_groups = before
             raise
@@ -158,17 +158,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         [Note: why a look-up by a Parameter raises]."""
         shard_set = self._impl.shard_set
         shard_set.states.split()
-        state = shard_set.inner.state
-        return GuardedState(state, shard_set.why_no_state) if shard_set.has_shards else state
+        return GuardedState(shard_set) if shard_set.has_shards else shard_set.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
         """Loops that start anew assign an empty one."""
         shard_set = self._impl.shard_set
-        state = unguarded_state(state, shard_set.why_no_state)
+        state = unguarded_state(state, shard_set)
         shard_set.states.split(replace=True)
         shard_set.inner.state = state
-        shard_set.keep_loaded()
+        shard_set.states.keep_loaded(shard_set.shards.values())
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -255,7 +254,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def is_cut(self, param: Parameter) -> bool:
         """Returns True if each rank steps a part of the parameter; False if every rank, or its owner, steps all."""
         shard_set = self._impl.shard_set
-        index = shard_set.index_by_id.get(id(param))
+        index = shard_set.engine.index_by_id.get(id(param))
         return index is not None and shard_set.is_cut(index)
 
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
@@ -383,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
         impl.inner.add_param_group(param_group)
         try:
-            impl.shard_set.check_groups()
+            impl.shard_set.extra_params.find()
             check_main_params(impl.inner, impl.engine)
             if (reason := impl.try_options()) is not None:
                 raise not_shardable(impl.inner, impl.engine, reason)

@@ -98,7 +98,7 @@ def load_state(
         for number, values in on_host.items():
             kept = optimizer.state[stepped[number]]
             kept.update((name, value.to(kept[name].dtype)) for name, value in values.items())
-    shard_set.keep_loaded()
+    shard_set.states.keep_loaded(shards.values())
 
 
 def _in_saved_dtype(kept: Any, saved: Any) -> Any:

@@ -9,28 +9,26 @@ that goes over all of the state (``values()``, ``items()``, ``clear()``) gets th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import DirectUseError
+from .shard_set import ShardSet
 
 _MISSING = object()
 
 
 class GuardedState(MutableMapping[Any, Any]):
-    """A view of the optimizer's own state; see [Note: why a look-up by a Parameter raises].
+    """A view of the optimizer's own state; see [Note: why a look-up by a Parameter raises]."""
 
-    ``why_not``: returns the reason why a tensor has no state; None for one that is stepped itself.
-    """
-
-    def __init__(self, state: MutableMapping[Any, Any], why_not: Callable[[Tensor], str | None]) -> None:
-        self._state, self._why_not = state, why_not
+    def __init__(self, shard_set: ShardSet) -> None:
+        self._shard_set = shard_set
+        self._state: MutableMapping[Any, Any] = shard_set.inner.state
 
     def _check(self, key: Any) -> None:
-        if isinstance(key, Tensor) and (reason := self._why_not(key)) is not None:
-            raise DirectUseError(reason)
+        _check(key, self._shard_set)
 
     def __getitem__(self, key: Any) -> Any:
         self._check(key)
@@ -70,15 +68,27 @@ class GuardedState(MutableMapping[Any, Any]):
         return f"{type(self).__name__}({self._state!r})"
 
 
-def unguarded_state(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
+def unguarded_state(state: Any, shard_set: ShardSet) -> Any:
     """Returns the state to assign to an optimizer: ``state``, or the state that it is a view of.
 
     Raises:
-        DirectUseError: if it has state under a tensor that is not stepped; see ``why_not``.
+        DirectUseError: if it has state under one of the model's Parameters that is not stepped itself.
     """
     if isinstance(state, GuardedState):
         return state._state
     for key in state:
-        if isinstance(key, Tensor) and (reason := why_not(key)) is not None:
-            raise DirectUseError(reason)
+        _check(key, shard_set)
     return state
+
+
+def _check(key: Any, shard_set: ShardSet) -> None:
+    index = shard_set.sharded_index(key) if isinstance(key, Tensor) else None
+    if index is None or shard_set.stepped_tensor(shard_set.engine.params[index]) is key:
+        return
+    raise DirectUseError(
+        f"the state of parameter {shard_set.layout.params[index].name!r} was looked up, and what is stepped in its "
+        "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
+        "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
+        "number alike may be done to optimizer.state.values(). Methods of the optimizer's class are called on that "
+        f"object, not as functions of the class. Or pass {shard_set.engine.all_reduce_option}"
+    )

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ..buffers import ParamBuffers
 from ..collectives import Collectives
 from ..engine import Contents, Engine, PerElement, ShardHolder
-from ..errors import DirectUseError, OptimizerNotShardableError
+from ..errors import DirectUseError
 from ..layout import BufferLayout
 from ..module import collect_garbage, is_used_elsewhere
 from ..shards import (
@@ -71,7 +71,7 @@ class ShardSet(ShardHolder):
         self.inner = optimizer
         self.engine = engine
         self.extra_params = ExtraParams(optimizer, engine)
-        self.check_groups()
+        self.extra_params.find()
         engine.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
@@ -107,10 +107,6 @@ class ShardSet(ShardHolder):
         """The model's layout; it grows when parameters join."""
         return self.engine.layout
 
-    @property
-    def index_by_id(self) -> dict[int, int]:
-        return self.engine.index_by_id
-
     def num_kept(self) -> dict[int, int] | None:
         if (names := self.states.element_names) is None:
             return None
@@ -129,7 +125,7 @@ class ShardSet(ShardHolder):
         if self.is_given_back:
             return {}
         waiting = self._without_shards()[0] if self.has_shards else {}
-        return {key: index for key, index in self.index_by_id.items() if index not in waiting}
+        return {key: index for key, index in self.engine.index_by_id.items() if index not in waiting}
 
     @property
     def has_shards(self) -> bool:
@@ -159,11 +155,11 @@ class ShardSet(ShardHolder):
 
     def times_listed(self) -> Counter[int]:
         """Returns how often each of this optimizer's parameters is in its groups, by the layout's index."""
-        return Counter(i for i in map(self.index_by_id.get, map(id, self.params())) if i is not None)
+        return Counter(i for i in map(self.engine.index_by_id.get, map(id, self.params())) if i is not None)
 
     def sharded_index(self, param: Tensor) -> int | None:
         """Returns the layout's index of a parameter whose shards were made, on whichever ranks; None for others."""
-        index = self.index_by_id.get(id(param))
+        index = self.engine.index_by_id.get(id(param))
         return index if index in self._with_shards and not self.is_given_back else None
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
@@ -174,37 +170,6 @@ class ShardSet(ShardHolder):
         if (index := self.sharded_index(param)) is None:
             return param
         return self.shards[index].main if index in self.shards else None
-
-    def why_no_state(self, param: Tensor) -> str | None:
-        """Returns the reason why a Parameter has no state of its own, for errors; None if it is stepped itself."""
-        index = self.sharded_index(param)
-        if index is None or self.stepped_tensor(self.engine.params[index]) is param:
-            return None
-        return (
-            f"the state of parameter {self.layout.params[index].name!r} was looked up, and what is stepped in its "
-            "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
-            "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
-            "number alike may be done to optimizer.state.values(). Methods of the optimizer's class are called on that "
-            f"object, not as functions of the class. Or pass {self.engine.all_reduce_option}"
-        )
-
-    def check_groups(self) -> None:
-        """Searches the groups for parameters that are not the model's; see :meth:`ExtraParams.find`."""
-        self.extra_params.find()
-
-    def check_whole_groups(self) -> None:
-        """Raises OptimizerNotShardableError if a parameter with flat shards was put into a group of whole parameters.
-
-        Its shards would be stepped as if they were parameters.
-        """
-        for number, group in enumerate(self.inner.param_groups):
-            for index in map(self.sharded_index, group["params"] if number in self.whole.groups else ()):
-                if index is not None and index not in self.whole.indices:
-                    name = self.layout.params[index].name
-                    raise OptimizerNotShardableError(
-                        f"parameter {name!r} is divided into flat shards, and is in group {number} now, which "
-                        f"{type(self.inner).__name__} steps whole: put it there before the optimizer is wrapped"
-                    )
 
     # --- shards are made ---------------------------------------------------------------------------------------------
 
@@ -226,7 +191,7 @@ class ShardSet(ShardHolder):
     def _without_shards(self) -> tuple[dict[int, Parameter], set[int]]:
         """Returns the parameters in the groups that have no shards yet, by index, and which are stepped whole."""
         index_by_id, sharded = (
-            self.index_by_id,
+            self.engine.index_by_id,
             self._with_shards,
         )  # each step reads them for each parameter
         params: dict[int, Parameter] = {}
@@ -255,7 +220,7 @@ class ShardSet(ShardHolder):
         to_come = self.pending_main_params
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._with_shards.update(params)
-        self.keep_loaded(params)
+        self.states.keep_loaded(self.shards[index] for index in self.shards.keys() & params)
         self.pending_main_params = self._pending(to_come)
 
     def _add_unsharded(self, params: Mapping[int, Parameter]) -> None:
@@ -342,7 +307,7 @@ class ShardSet(ShardHolder):
 
     # --- saved and loaded --------------------------------------------------------------------------------------------
 
-    def fragments(self, what: str) -> StateFragments:
+    def _fragments(self, what: str) -> StateFragments:
         """Returns this rank's fragments of STATE or MAIN_PARAMS. Changes nothing."""
         shards, option, apart = dict(self.shards), self.engine.all_reduce_option, self.layout.has_separate_main
         owned = {index: shards.pop(index) for index in self.whole.indices & shards.keys()}
@@ -365,17 +330,12 @@ class ShardSet(ShardHolder):
         if gather is None:
             with self.groups_of_shards(), without_state_hooks(self.inner):
                 return self.inner.state_dict()
-        return gather_state_dict(self.inner, self.sharded_by_id, self.fragments(STATE), gather)
+        return gather_state_dict(self.inner, self.sharded_by_id, self._fragments(STATE), gather)
 
     def full_main_params(self, gather: Gather | None) -> dict[str, Tensor]:
         """Returns the full main params by name, as :meth:`full_state`; empty on ranks other than the root."""
         cut = [index for index in self.param_indices() if self.is_cut(index)]
-        return gather_main_params(cut, self.fragments(MAIN_PARAMS), gather)
-
-    def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
-        """Stores state of these parameters (None for all) that was set from outside; see :class:`ShardStates`."""
-        indices = self.shards.keys() if indices is None else self.shards.keys() & indices
-        self.states.keep_loaded(self.shards[index] for index in indices)
+        return gather_main_params(cut, self._fragments(MAIN_PARAMS), gather)
 
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
         """Loads saved main params; those of parameters without shards are kept until these have some.
@@ -483,4 +443,4 @@ class ShardSet(ShardHolder):
             if kept:
                 state[self.shards[index].main] = kept
         self._kept_whole = {}
-        self.keep_loaded(contents)
+        self.states.keep_loaded(self.shards[index] for index in contents)

@@ -252,7 +252,7 @@ class ShardedOptimizer:
         assert engine.param_buffers is not None, "sharded"
         indices, whole = shard_set.param_indices(), shard_set.whole
         whole.check_not_owned(indices)
-        shard_set.check_whole_groups()
+        whole.check_groups(shard_set.inner, shard_set.sharded_index)
         engine.param_gather.finish()
         engine.param_buffers.recapture()
         changing_params, has_grad = self._changing(indices), engine.grad_buffers.has_grad

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..buffers import slice_view
 from ..collectives import Handle
@@ -120,6 +121,20 @@ class WholeParams:
                     "group or an optimizer that updates every element by itself (AdamW, SGD), or leave the parameter "
                     "out of the plan of parallelize_module"
                 )
+
+    def check_groups(self, optimizer: Optimizer, sharded_index: Callable[[Tensor], int | None]) -> None:
+        """Raises OptimizerNotShardableError if a parameter with flat shards was put into a group of whole parameters.
+
+        Its shards would be stepped as if they were parameters.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            for index in map(sharded_index, group["params"] if number in self.groups else ()):
+                if index is not None and index not in self.indices:
+                    raise OptimizerNotShardableError(
+                        f"parameter {self._engine.layout.params[index].name!r} is divided into flat shards, and is in "
+                        f"group {number} now, which {type(optimizer).__name__} steps whole: put it there before the "
+                        "optimizer is wrapped"
+                    )
 
     def assign_owners(self, indices: Collection[int]) -> None:
         """Assigns owners to parameters. Collective; the same parameters on all ranks."""
