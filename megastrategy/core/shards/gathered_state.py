@@ -37,13 +37,13 @@ class Gather:
         """Returns every rank's picklable ``own``, on all ranks."""
         return self._collectives.all_gather_objects(own)
 
-    def bucket(self, flat: Tensor) -> None:
+    def fill_bucket(self, flat: Tensor) -> None:
         """Fills ``flat``, which has this rank's shard of a bucket in its place, with the other ranks' shards."""
         self._collectives.all_gather(flat).wait()
         if self.is_root:  # it copies the bucket to the host next
             self._collectives.wait_for_device(self.device, "all-gather")
 
-    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    def whole_params(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
         """Yields the states of parameters that ranks step whole, by parameter, in the root's host memory.
 
         Yields nothing on other ranks, which have to iterate nevertheless.
@@ -112,7 +112,7 @@ def gather_state_dict(
             for index, full in gathered:
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
-    wholes = gather.whole(parts.whole) if parts.whole is not None else ()
+    wholes = gather.whole_params(parts.whole) if parts.whole is not None else ()
     state.update({number_of[index]: dict(values) for index, values in wholes if index in number_of})
     return {"state": dict(sorted(state.items())) if gather.is_root else None, "param_groups": groups}
 
@@ -137,7 +137,7 @@ def gather_main_params(params: Collection[int], parts: StateFragments, gather: G
                 name, dtype = MAIN_PARAM, torch.float32
                 main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
         if parts.whole is not None:
-            main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole(parts.whole)}
+            main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole_params(parts.whole)}
     return {saved_name(layout, index): main_params[index] for index in sorted(main_params)}
 
 
@@ -185,7 +185,7 @@ def _gather_bucket(
     layout = parts.layout
     flat = scratch.on_device(dtype, bucket.numel).zero_()  # else the previous bucket's values would stay in the gaps
     parts.put(flat, bucket, key)
-    gather.bucket(flat)
+    gather.fill_bucket(flat)
     if not gather.is_root:
         return ()
     host = scratch.on_host(flat)
