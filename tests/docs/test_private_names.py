@@ -112,11 +112,12 @@ def used_names() -> set[str]:
     it or the table has it.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
-    own = {name for tree in trees for name in _defined(tree)}
+    defined = [set(_defined(tree)) for tree in trees]
+    own = set[str]().union(*defined)
     known = {name for names in LIVES_IN.values() for name in names.split()}
     found = set[str]()
-    for tree in trees:
-        of_others = known | own - set(_defined(tree))
+    for tree, in_file in zip(trees, defined, strict=True):
+        of_others = known | own - in_file
         for name, owner in _used(tree):
             is_ours = name in own and (owner in ("", "self", "cls", "super()") or name not in of_others)
             if not is_ours and name not in NOT_THEIRS:
@@ -130,8 +131,12 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             yield node.attr
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _used(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -142,7 +147,7 @@ def _used(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, "") for alias in node.names)
             continue
         names, owner = list[str](), ""
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             names, owner = [node.attr], ast.unparse(node.value)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value]
