@@ -50,17 +50,24 @@ def main_params(optimizer: DistributedOptimizer) -> object:
     return optimizer.main_params()
 
 
-def call_on_rank_zero() -> list[float]:
-    """Returns how long rank 0 took to say so, for both calls; the other ranks are in the next backward."""
+ELSEWHERE = {
+    0: r"rank [12] is elsewhere, in the [a-z-]+ of a later step\. Call it on every rank, and save",
+    1: r"rank 0 is elsewhere, waiting in [a-z-]+\. Call it on every rank, and save",
+}
+"""By the rank that calls without the others; rank 1 would get nothing, and save that."""
+
+
+def call_on_one_rank(caller: int) -> list[float]:
+    """Returns how long the rank took to say so, for both calls; the other ranks go on."""
     seconds = []
     for call in (state_dict, main_params):
         training = Training()
         message = (
-            rf"rank 0: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but rank [12] is "
-            r"elsewhere, in the [a-z-]+ of a later step\. Call it on every rank, and save"
+            rf"rank {caller}: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but "
+            + ELSEWHERE[caller]
         )
         start = time.monotonic()
-        if dist.get_rank() == 0:
+        if dist.get_rank() == caller:
             with pytest.raises(NotOnAllRanksError, match=message):
                 call(training.optimizer)
         seconds.append(time.monotonic() - start)
@@ -68,32 +75,10 @@ def call_on_rank_zero() -> list[float]:
     return seconds
 
 
-def test_an_error_on_rank_zero_alone_says_where_the_others_are() -> None:
+@pytest.mark.parametrize(("caller", "size"), [(0, 3), (1, 2)])
+def test_a_rank_that_calls_without_the_others_is_told_where_they_are(caller: int, size: int) -> None:
     """On the CPU as on a GPU, and training goes on."""
-    seconds = run_processes(3, call_on_rank_zero)[0]
-    assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
-
-
-def call_on_rank_one() -> list[float]:
-    """It would get nothing, and save that."""
-    seconds = []
-    for call in (state_dict, main_params):
-        training = Training()
-        message = (
-            rf"rank 1: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but rank "
-            r"0 is elsewhere, waiting in [a-z-]+\. Call it on every rank, and save"
-        )
-        start = time.monotonic()
-        if dist.get_rank() == 1:
-            with pytest.raises(NotOnAllRanksError, match=message):
-                call(training.optimizer)
-        seconds.append(time.monotonic() - start)
-        assert training.finish()
-    return seconds
-
-
-def test_an_error_on_another_rank_says_where_rank_zero_waits() -> None:
-    seconds = run_processes(2, call_on_rank_one)[1]
+    seconds = run_processes(size, call_on_one_rank, caller)[caller]
     assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
 
 
