@@ -180,8 +180,9 @@ class Pipeline(StagedModule):
             inputs: what layers are to get as well, by name.
 
         Returns:
-            With ``target`` the mean loss, a scalar, else the last layer's output; on all ranks of the stages. Where
-            gradients are enabled and there is a target, the backwards have run, and the loss is only to be told of it.
+            With ``target`` the mean loss, a scalar, else the last layer's output; on all ranks of the stages. If
+            gradients are enabled and there is a target, the backwards have run, and ``loss.backward()`` only confirms
+            them.
 
         Raises:
             ValueError: if the batch does not divide into the microbatches.
@@ -332,9 +333,9 @@ class Pipeline(StagedModule):
         return [f for p in params for f in ((p.requires_grad, not p.requires_grad) if p is not None else (0, 0))]
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
-        told = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
-        dist.broadcast(told, group=self._in_order, group_src=self.plan.num_ranks - 1)
-        return told
+        value = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
+        dist.broadcast(value, group=self._in_order, group_src=self.plan.num_ranks - 1)
+        return value
 
     def _output_from_last_stage(self, output: Any) -> Any:
         last, is_last = self.plan.num_ranks - 1, self._rank == self.plan.num_ranks - 1

@@ -1,7 +1,7 @@
-"""Saves and loads the optimizer of a model that several ranks share as that of one rank that has all of it.
+"""Saves and loads the optimizer of a model that several ranks share, in the form of a model on one rank.
 
-Parts on tensor ranks are joined first, then the parameters of ranks that have others (:class:`~..module.GroupState`);
-loading goes the other way. Where a rank has the whole model every function here returns its argument.
+Parts on tensor ranks are joined first, then the parameters of different ranks (:class:`~..module.GroupState`). Loading
+divides them in the opposite order. On a rank with the whole model every function here returns its argument.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ _CALL = "{} of the optimizer of a model that ranks share"
 
 
 def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks, and None in its place
-    elsewhere; returned is that of the whole model, on the first of all, and elsewhere that of the parameters that each
-    rank steps by itself. Collective over all ranks.
+    """Returns the state of the whole model on the first rank of all. Collective over all ranks.
+
+    On other ranks the state has only the parameters that each rank steps by itself.
+
+    Args:
+        gather: returns the state of this rank's parts on the first of its data-parallel ranks, and None elsewhere.
 
     Raises:
-        NotOnAllRanksError: if a rank calls it alone.
-        CheckpointError: on all ranks that have a state, if ranks of the model have other things in it.
+        NotOnAllRanksError: if only some ranks call this.
+        CheckpointError: on all ranks with a state, if the states of ranks that share the model do not match.
     """
     if impl.engine.model_parallel.collectives:
         require_everybody(impl, _CALL.format(STATE))
     saved = gather()
-    # None on all ranks of the model that those data-parallel ranks have alike.
+    # None on the same data-parallel ranks of all that share the model.
     if saved["state"] is not None and impl.engine.local_parts.has_parts:
         saved = _state_of_whole_params(impl, saved)
     others = impl.engine.model_parallel.states
@@ -52,7 +55,7 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
 def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     local_parts, numbers = impl.engine.local_parts, number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
-    # What an optimizer made of a DTensor at construction, and keeps while that is frozen, is a DTensor, too.
+    # State that an optimizer has made of a DTensor at construction, and not stepped since, is a DTensor, too.
     state = {
         number: {name: local_parts.local_view(value) for name, value in kept.items()} if number in params else kept
         for number, kept in saved["state"].items()
@@ -67,7 +70,7 @@ def has_main_params(impl: ShardSet, is_here: bool) -> bool:
     if not impl.engine.model_parallel.states:
         return is_here
     require_everybody(impl, _CALL.format(MAIN_PARAMS))
-    # A stage that is frozen has none, and takes part.
+    # A frozen stage has none, and takes part in the exchange.
     for group in impl.engine.model_parallel.groups:
         if group.state is not None and group.ranks is not None:
             is_here = group.ranks.host.max_of_bytes([is_here]) == [1]
@@ -106,23 +109,24 @@ def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
-    """Returns ``saved``; on a rank where it is empty, that of the first rank of all: :func:`whole_state` and
-    :func:`whole_main_params` return nothing elsewhere. Collective over all ranks.
+    """Returns ``saved``; on a rank where it is empty, that of the first rank of all. Collective over all ranks.
+
+    :func:`whole_state` and :func:`whole_main_params` return nothing on other ranks than the first.
 
     Raises:
-        NotOnAllRanksError: if a rank calls it alone.
-        CheckpointError: on all ranks, for a state that has other entries on one of them.
+        NotOnAllRanksError: if only some ranks call this.
+        CheckpointError: on all ranks, for a state whose entries differ between ranks.
     """
     require_everybody(impl, f"loading the {what} of a sharded optimizer")
     model_groups, problem = impl.engine.model_parallel.collectives, ""
     for ranks in (*model_groups, impl.engine.collectives):
-        told = ranks.all_gather_objects((problem, list(saved)))
-        every = [keys for _, keys in told]
-        # Main params are by name: those of a stage, and of a parameter that is frozen on one, may be on one rank alone.
-        problem = next((text for text, _ in told if text), "") or (_difference(every) if what == STATE else "")
+        reports = ranks.all_gather_objects((problem, list(saved)))
+        every = [keys for _, keys in reports]
+        # Main params by name may be on one rank only: those of a stage, or of a parameter that is frozen on one rank.
+        problem = next((text for text, _ in reports if text), "") or (_difference(every) if what == STATE else "")
         if not problem:
             saved = entries_of_rank_zero(saved, every, ranks)
-    for ranks in model_groups:  # whose other data-parallel ranks may have found one
+    for ranks in model_groups:  # a difference may be known only to some of their data-parallel ranks
         problem = next((text for text in ranks.all_gather_objects(problem) if text), "")
     if problem:
         raise CheckpointError(problem)
@@ -130,7 +134,7 @@ def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapp
 
 
 def _difference(every: Sequence[Collection[Any]]) -> str:
-    """Says which rank has other keys than the first one, of those that have any; "" if none has."""
+    """Returns an error message for the first rank with keys that differ from the first rank's; "" if there is none."""
     for rank, keys in enumerate(every):
         if keys and (differing := set(keys) ^ set(every[0])):
             here, there = (rank, 0) if len(keys) > len(every[0]) else (0, rank)
@@ -142,7 +146,7 @@ def _difference(every: Sequence[Collection[Any]]) -> str:
 
 
 def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
-    """This rank's parts of the whole model's state: views. Collective over a pipeline's stages."""
+    """Returns this rank's parts of the whole model's state, as views. Collective over a pipeline's stages."""
     for group in impl.engine.model_parallel.states:
         saved = group.divide(impl, saved)
     if not (cut := impl.engine.local_parts.cut_params(_params_by_number(impl, saved))):
@@ -155,7 +159,7 @@ def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parameter]:
-    """The parameters by their numbers in a saved state. What loads it says where groups do not fit."""
+    """Returns the parameters by their numbers in a saved state. Groups that do not match raise later, in loading."""
     return {
         number: param
         for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
@@ -164,7 +168,7 @@ def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parame
 
 
 def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of main params by name, whole ones or DTensors: views."""
+    """Returns this rank's parts of main params by name, as views of full tensors or DTensors."""
     for group in impl.engine.model_parallel.states:
         saved = group.divide_main_params(impl, saved)
     local_parts = impl.engine.local_parts
@@ -175,13 +179,13 @@ def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, 
 
 
 def _cut_by_saved_name(impl: ShardSet) -> dict[str, CutParam]:
-    """The parameters that are cut, by either name that their main params may be saved under."""
+    """Returns the parameters that are cut, under each name that their main params may have in a saved state."""
     cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
     return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 
 def require_everybody(impl: ShardSet, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
-    """Returns when all data-parallel ranks, and all that share the model, are about to do the same.
+    """Waits until all ranks of the model have reached the same call.
 
     Raises:
         NotOnAllRanksError: if they are not, within bounded time.

@@ -1,8 +1,8 @@
-"""Optimizer state between one tensor rank's parts and whole parameters.
+"""Joins the optimizer state of tensor ranks' parts to that of full parameters.
 
-Each tensor rank has, on the first of its data-parallel ranks, the state of its own parts, which
-:mod:`..gathered_state` has gathered. The parts of a parameter that is cut come together here, a tensor at a time, on
-the first tensor rank; a file is then what it would be if nothing were cut. Loading cuts it again.
+Each tensor rank has the state of its own parts on the first of its data-parallel ranks, gathered by
+:mod:`..gathered_state`. Here the parts of each cut parameter are joined on the first tensor rank, a tensor at a time.
+So a file is the same as without tensor parallelism. Loading cuts the state again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..module import CutParam
 def join_parts(
     values: Mapping[Hashable, Mapping[str, Any]], cut: Mapping[Any, CutParam], ranks: Collectives
 ) -> Mapping[Any, Any] | None:
-    """Joins the parts of what is cut, on the first tensor rank; None elsewhere. Collective over them.
+    """Returns the values with joined parts on the first tensor rank; None elsewhere. Collective over the tensor ranks.
 
     Args:
         values: by parameter and name, in host memory. Equal keys and names on all tensor ranks.
-        cut: by parameter, those that are cut. What is kept of one in other shapes than its part's is the first rank's.
+        cut: the parameters that are cut. Values of other shapes than their parts' are the first rank's.
 
     Raises:
-        CheckpointError: on all of them, if they keep other things.
+        CheckpointError: on all tensor ranks, if their values do not match.
     """
     own = sorted(
         (key, name, tuple(value.shape), str(value.dtype))
@@ -38,7 +38,7 @@ def join_parts(
     )
     every: list[list[tuple[Any, str, tuple[int, ...], str]]] = ranks.all_gather_objects(own)
     for rank, theirs in enumerate(every):
-        # Parts may be of different sizes; all else is alike, or what follows would not match.
+        # Parts may have different sizes. Everything else must be equal, or the exchanges below would not match.
         if [(key, name, dtype) for key, name, _, dtype in theirs] != [(k, n, dtype) for k, n, _, dtype in every[0]]:
             raise CheckpointError(
                 f"tensor ranks 0 and {rank} keep other state of the same parameters, so that it cannot be joined: "

@@ -64,6 +64,6 @@ class ShardHolder(ABC):
     def adopt(self, contents: Contents) -> None:
         """Replaces the values by those for the present layout.
 
-        ``contents`` has each parameter that any rank has described and of which this rank owns a part: that part, in
-        memory of its own, or the value that is the same on all owners.
+        ``contents`` has the described parameters that this rank owns in part: the part, in memory of its own, or the
+        value that is the same on all owners.
         """
