@@ -46,7 +46,7 @@ def check_schedule(schedule: str) -> None:
     """Raises ValueError for a name that is not in :data:`SCHEDULES`."""
     if schedule not in SCHEDULES:
         why = (
-            "it computes the gradients of weights outside of backward, where no hook of a parameter fires"
+            "it computes the gradients of weights apart from backward, where no hook of a parameter fires"
             if schedule.removeprefix("Schedule") in SPLIT_BACKWARDS
             else "there is no such schedule"
         )
