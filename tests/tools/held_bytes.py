@@ -26,6 +26,7 @@ from megastrategy.core import Event, combine_listeners
 from megastrategy.tools.profiling import run_target
 from megastrategy.tools.timeline import BEGINS_STEP, completes_step
 from tests.core.properties.test_memory import bytes_of
+from tests.support.held_tensors import tensors_in
 from tests.support.patience import HANG_S
 
 
@@ -34,10 +35,7 @@ def held(models: list[DistributedDataParallel], optimizers: list[torch.optim.Opt
     for model in models:
         yield from (*model.module.parameters(), *model.module.buffers())
         for buffers in (model.engine.grad_buffers, model.engine.param_buffers):
-            lists = (
-                [value for value in vars(buffers).values() if isinstance(value, list)] if buffers is not None else []
-            )
-            yield from (item for values in lists for item in values if isinstance(item, Tensor))
+            yield from tensors_in(buffers) if buffers is not None else ()
     for optimizer in optimizers:
         yield from optimizer.state
         yield from (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor))

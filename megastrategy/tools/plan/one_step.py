@@ -397,10 +397,11 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _held(buffers: Any) -> Iterator[Tensor]:
-    """The tensors in the lists of an object of the engine's."""
-    for value in vars(buffers).values() if buffers is not None else ():
-        if isinstance(value, list):
-            yield from (item for item in value if isinstance(item, Tensor) and item.layout == torch.strided)
+    """Yields the tensors in the lists of an object of the engine's, and in the records of buckets in these lists."""
+    lists = [value for value in vars(buffers).values() if isinstance(value, list)] if buffers is not None else []
+    items = [item for value in lists for item in value]
+    items += [value for item in items if dataclasses.is_dataclass(item) for value in vars(item).values()]
+    yield from (item for item in items if isinstance(item, Tensor) and item.layout == torch.strided)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

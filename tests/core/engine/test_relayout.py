@@ -24,6 +24,7 @@ from megastrategy.core.layout.memory import memory_use
 from tests.core.properties.test_memory import bytes_of
 from tests.support.doubles import FailingCollectives
 from tests.support.gradients import assert_stands_in
+from tests.support.held_tensors import tensors_in
 from tests.support.layers_in_any_order import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.training import assert_same_state
@@ -210,8 +211,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         assert [reference() for reference in old] == [None] * len(old), "the old buffers and shards are gone"
         flats = model.engine.param_buffers.flats if model.engine.param_buffers is not None else []
         params = bytes_of([*model.engine.params, *flats])
-        held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
-        grads = [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        grads = tensors_in(model.engine.grad_buffers)
         state = [shard.main for shard in optimizer._impl.shard_set.shards.values() if shard.main.dtype != dtype]
         state += [v for values in optimizer.state.values() for name, v in values.items() if name != "step"]
         used = [i for i, spec in enumerate(model.layout.params) if not spec.name.startswith("never")]

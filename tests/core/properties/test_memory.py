@@ -22,6 +22,7 @@ from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.memory import describe_setup, memory_use, memory_use_of_ddp
 from megastrategy.core.layout.owners import Owners
 from megastrategy.core.module.module_checks import param_spec
+from tests.support.held_tensors import tensors_in
 from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks, with_instances
@@ -82,10 +83,7 @@ def test_tensors_held_equal_the_formula_to_the_byte(
         buffers = model.engine.param_buffers
         flats = buffers.flats if buffers is not None else []
         params = bytes_of([*module.parameters(), *flats])
-        held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
-        grads = bytes_of(
-            [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        )
+        grads = bytes_of(tensors_in(model.engine.grad_buffers))
         main = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
         main += [bitmap for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
         kept = [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]

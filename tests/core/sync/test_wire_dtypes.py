@@ -20,6 +20,7 @@ from megastrategy.core import make_collectives
 from megastrategy.core.errors import NonFiniteGradError
 from megastrategy.core.layout.memory import describe_setup, memory_use, sent_bytes
 from tests.support.doubles import RecordingCollectives
+from tests.support.held_tensors import tensors_in
 from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments, MatricesAndRest
 from tests.support.optimizers_with_methods import ScheduleFree
@@ -283,8 +284,8 @@ def test_memory_is_what_the_table_says_to_the_byte(make: MakeOptimizer, name: st
         use = memory_use(ours.model.layout, rank, shard_set.num_kept() or 0, engine.owners.rank_of)
         changes = [change for change in engine.param_buffers.changes if change is not None]
         assert sum(tensor.nbytes for tensor in [*engine.param_buffers.flats, *changes]) == use.param_bytes
-        held = [values for values in vars(engine.grad_buffers).values() if isinstance(values, list)]
-        flats = {id(t): t.nbytes for values in held for t in values if type(t) is Tensor and t.dim() == 1 and t.is_leaf}
+        held = tensors_in(engine.grad_buffers)
+        flats = {id(t): t.nbytes for t in held if type(t) is Tensor and t.dim() == 1 and t.is_leaf}
         views = {id(view) for view in engine.grad_buffers.views}
         assert sum(nbytes for key, nbytes in flats.items() if key not in views) == use.grad_bytes
         kept = [shard for shard in shard_set.shards.values() if shard.keeps_remainder]
