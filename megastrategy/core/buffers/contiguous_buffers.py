@@ -225,7 +225,7 @@ class ContiguousGradBuffers(GradBuffers):
             else:
                 flat[place.start : shard_start].zero_()
                 flat[shard_end : place.end].zero_()
-                flat[shard_start:shard_end].mul_(self.layout.num_shards)
+                flat[shard_start:shard_end].mul_(place.domain.repeat_factor)
         else:
             for index in place.params:
                 self._stale[index] = True

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..layout import Domain
 from .backend import BackendCollectives, WorkHandle, as_real
 from .fake import FakeCollectives
 from .gloo import GlooCollectives
@@ -33,20 +34,27 @@ from .rank_check import CALL_ON_EVERY_RANK
 from .via_host import ViaHostCollectives
 
 
-def shard_collectives(every: Collectives, num_shards: int, device: torch.device) -> Collectives:
-    """Returns the collectives to reduce and gather with if ``num_shards`` ranks have a shard each: ``every``, or those
-    of this rank's instance, which are made once for each ``every``. Making them is collective over all ranks.
+def shard_collectives(every: Collectives, domain: Domain, device: torch.device) -> Collectives:
+    """Returns the collectives that reduce and gather the buckets of a domain: ``every``, or
+    :class:`InstanceCollectives` of this rank's part of it. Those are made once for each ``every``, which keeps them.
+    Making them is collective over all ranks.
 
     Raises:
         ValueError: if they have to be made from a group that torch.distributed does not know, and cannot divide.
     """
-    if num_shards in (1, every.size):
+    members, num_shards = domain.ranks_with(every.rank), domain.num_shards
+    is_of_all = len(members) == every.size
+    if is_of_all and num_shards in (1, every.size):
         return every
+    key = num_shards if is_of_all else (members, num_shards)
     # A second model on the same collectives uses them, too: each group costs a connection to each of its ranks.
-    if num_shards not in every.instances:
-        instance, across = _divide(every.group, every.rank, num_shards, device)
-        every.instances[num_shards] = make_instance_collectives(every, instance, across)
-    return every.instances[num_shards]
+    if key not in every.instances:
+        instance, across = _divide(every.group, members, members.index(every.rank), num_shards, device)
+        made = every.instances[key] = make_instance_collectives(every, instance, across)
+        if isinstance(made, InstanceCollectives) and not is_of_all:
+            first = members.index(every.rank) // num_shards * num_shards
+            made.ranks = members[first : first + num_shards]
+    return every.instances[key]
 
 
 def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
@@ -75,19 +83,22 @@ def destroy_instances(every: Collectives) -> None:
     every.instances.clear()
 
 
-def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
-    """Makes groups over this rank's instance of ``size`` ranks, and over the ranks at its place in all instances.
-
-    Backend and timeout are those of ``group``, which belongs to the engine."""
+def _divide(
+    group: ProcessGroup, members: Sequence[int], place: int, size: int, device: torch.device
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Returns new groups over the ``size`` ranks of this rank's instance, and over the ranks at its place in all
+    instances, with the backend and the timeout of ``group``, which is the engine's own. ``place``: among ``members``.
+    """
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
         raise ValueError(
-            f"num_distributed_optimizer_instances={group.size() // size} needs groups over parts of the ranks, and "
+            "num_distributed_optimizer_instances and expert_mesh need groups over parts of the ranks, and "
             "torch.distributed does not know the process group that was passed, which was made by hand: pass one of "
             "torch.distributed.new_group, or none for all ranks"
         )
-    ranks, (number, place) = dist.get_process_group_ranks(group), divmod(rank, size)
+    numbers = dist.get_process_group_ranks(group)
+    ranks, (number, place) = [numbers[member] for member in members], divmod(place, size)
     # Names derived from the parent's, which is unique: torch would count groups, and counts differ between ranks.
-    name = group.group_name
+    name = group.group_name if len(members) == group.size() else f"{group.group_name}, {len(ranks)} from {ranks[0]}"
     instance = part_of_group(group, ranks[number * size :][:size], f"{name}, instance {number} of {size}", device)
     across = part_of_group(group, ranks[place::size], f"{name}, place {place} of {size}", device)
     return instance, across
@@ -98,11 +109,13 @@ class InstanceCollectives(Collectives):
 
     Attributes:
         across: the ranks at this rank's place in all instances.
+        ranks: the numbers that the instance's ranks have in ``every``.
     """
 
     def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(instance)
         self._every, self.across = weakref.ref(every), across  # weak, since every.instances has this object
+        self.ranks: Sequence[int] = range(every.rank - self.rank, every.rank - self.rank + self.size)
 
     @property
     def every(self) -> Collectives:
@@ -123,21 +136,43 @@ class InstanceCollectives(Collectives):
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         self.every.require_all_ranks(what, remedy)
 
+    @property
+    def _is_of_all_ranks(self) -> bool:
+        return self.size * self.across.size() == self.every.size
+
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self.every.all_reduce(tensor, scale, scale_sum=scale_sum)
+        if self._is_of_all_ranks:
+            return self.every.all_reduce(tensor, scale, scale_sum=scale_sum)
+
+        def run() -> None:
+            if not scale_sum and scale != 1.0:
+                tensor.mul_(scale)
+            self._sum_over(self.group, tensor)
+            self._sum_over(self.across, tensor)
+            if scale_sum and scale != 1.0:
+                tensor.mul_(scale)
+
+        return self._in_order("all-reduce", tensor.device, run)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self.every.all_reduce_max(tensor)
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self.every.broadcast(tensor)
+        if self._is_of_all_ranks:
+            return self.every.broadcast(tensor)
+
+        def run() -> None:
+            for group in (self.group, self.across):
+                group.broadcast([self._sent(tensor)], dist.BroadcastOptions()).wait()
+
+        return self._in_order("broadcast", tensor.device, run)
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
             # The rest of the tensor is undefined from here on: only this part crosses between instances.
             own = tensor.chunk(self.size)[self.rank]
             self._scatter_inside(tensor, None if scale_sum else scale)
-            self._sum_across(own)
+            self._sum_over(self.across, own)
             if scale_sum and scale != 1.0:
                 # After both sums: one rounding, as in a single reduction over all ranks.
                 own.mul_(scale)
@@ -148,16 +183,20 @@ class InstanceCollectives(Collectives):
         def run() -> None:
             total = torch.zeros_like(sums)  # not sums, which has earlier results on all owners
             add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
-            self._sum_across(total)
+            self._sum_over(self.across, total)
             sums.add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
 
         return self._in_order("reduce-scatter", tensor.device, run)
 
-    def _sum_across(self, tensor: Tensor) -> None:
-        """Sums ``tensor`` over the ranks at this rank's place in all instances."""
-        # The second of two hops, in one job or stream with the first: no other collective of this
-        # rank comes between them.
-        self.across.allreduce([tensor]).wait()
+    def _sum_over(self, group: ProcessGroup, tensor: Tensor) -> None:
+        """``tensor`` becomes its sum over the ranks of ``group``."""
+        # A hop, in one job or stream with the other: no other collective of this rank comes between.
+        if group.size() > 1:
+            group.allreduce([self._sent(tensor)]).wait()
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """The tensor as the backend gets it."""
+        return tensor
 
     @abstractmethod
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
@@ -196,8 +235,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)
 
-    def _sum_across(self, tensor: Tensor) -> None:
-        super()._sum_across(self._view_for_gloo(tensor))
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return self._view_for_gloo(tensor)
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
@@ -243,7 +282,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         super().connect(device, exchanges=exchanges)
         with self.translated_errors("connecting"):
-            self._sum_across(torch.zeros(1, device=device))
+            self._sum_over(self.across, torch.zeros(1, device=device))
 
     def abort(self) -> None:
         for group in (self.group, self.across):
@@ -259,8 +298,8 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         # The hosts have one group, of all ranks: one for each instance would cost connections for a few bytes at a
         # checkpoint, in which all instances take part.
-        first = self.every.rank - self.rank
-        return self.every.all_gather_bytes(data)[first : first + self.size]
+        by_rank = self.every.all_gather_bytes(data)
+        return [by_rank[rank] for rank in self.ranks]
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         tensor = as_real(tensor)

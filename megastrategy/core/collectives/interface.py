@@ -88,7 +88,7 @@ class Collectives(ABC):
 
     Attributes:
         progress: counts the collectives that this rank starts.
-        instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
+        instances: made from these for parts of the ranks, by size or by ranks (see :func:`.shard_collectives`).
         has_receive_buffers: whether :meth:`reduce_scatter_into` receives into memory that the memory
             table has to count.
         second: collectives on a second group of the same ranks (see :func:`.second_collectives`); None if not made.
@@ -113,7 +113,7 @@ class Collectives(ABC):
         if host is not None:
             # One count for device and host, too: a program starts both in one order, the same on all ranks.
             self.progress = host.progress
-        self.instances: dict[int, Collectives] = {}
+        self.instances: dict[Any, Collectives] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is None in copies and pickles of its owners (a Trainer in mid-fit): connections belong to this process, and

@@ -197,7 +197,7 @@ class Engine:
     @property
     def shard_collectives(self) -> Collectives:
         """``collectives`` for the ranks among which each element has one owner: all ranks, or an instance."""
-        return shard_collectives(self.collectives, self.layout.num_shards, self.device)
+        return shard_collectives(self.collectives, self.layout.domain, self.device)
 
     @property
     def has_optimizer(self) -> bool:

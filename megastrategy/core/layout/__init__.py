@@ -2,6 +2,7 @@
 
 from .arrival_order import better_layout_order
 from .build import build_layout
+from .domain import Domain
 from .layout import (
     CHUNKS_HEADING,
     NUM_RECEIVE_BUFFERS,
@@ -27,6 +28,7 @@ __all__ = [
     "Bucket",
     "BufferLayout",
     "ChunkPlace",
+    "Domain",
     "Owners",
     "ParamSpec",
     "Part",

@@ -9,33 +9,52 @@ import dataclasses
 class Domain:
     """The ranks that hold the same elements of a parameter, and reduce its gradient together.
 
-    Of most parameters these are all data-parallel ranks. Experts that are divided over ``e`` of them have domains of a
-    ``1/e``-th of the ranks, one for each part of the experts; all of these have one plan.
+    Of most parameters these are all data-parallel ranks. Experts that are divided over ``e`` of them have ``e`` groups
+    of ranks, one for each part of the experts. All groups have one plan, so that a layout is the same on every rank.
 
     Attributes:
-        size: the number of ranks.
-        num_shards: the number of equal parts in which a bucket is owned: ``size``, or as many as an instance of the
-            distributed optimizer has ranks in the domain; 1 if every rank owns all of every bucket.
-        places: by data-parallel rank, its number among the ranks of its domain.
+        groups: the data-parallel ranks of each group, in order. Every rank is in one group; all have one size.
+        num_shards: the number of equal parts in which a group owns a bucket: ``size``, or as many as an instance of the
+            distributed optimizer has ranks of the group; 1 if every rank owns all of every bucket.
     """
 
-    size: int
+    groups: tuple[tuple[int, ...], ...]
     num_shards: int
-    places: tuple[int, ...]
 
     def __post_init__(self) -> None:
         assert self.size % self.num_shards == 0, "instances are of equal size"
+        assert sorted(rank for group in self.groups for rank in group) == list(range(self.size * len(self.groups)))
 
     @classmethod
     def of_all(cls, dp_size: int, num_shards: int) -> Domain:
-        return cls(dp_size, num_shards, tuple(range(dp_size)))
+        return cls((tuple(range(dp_size)),), num_shards)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of a group."""
+        return len(self.groups[0])
 
     @property
     def num_instances(self) -> int:
         """The number of ranks that own the same elements."""
         return self.size // self.num_shards
 
+    @property
+    def repeat_factor(self) -> float:
+        """What a reduced gradient is multiplied by before it is reduced again, so that it stays what it is.
+
+        The sum over the ranks that have it is divided by the number of all data-parallel ranks.
+        """
+        return self.size * len(self.groups) / self.num_instances
+
+    def ranks_with(self, dp_rank: int) -> tuple[int, ...]:
+        """Returns the ranks of the group that ``dp_rank`` is in."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        return next(group for group in self.groups if dp_rank in group)
+
     def shard_of(self, dp_rank: int) -> int:
-        """The number of the shard that a data-parallel rank owns."""
+        """Returns the number of the shard that a data-parallel rank owns."""
+        place = dp_rank if len(self.groups) == 1 else self.ranks_with(dp_rank).index(dp_rank)
         # Modulo: ranks at the same place of their instances own the same part.
-        return self.places[dp_rank] % self.num_shards
+        return place % self.num_shards

@@ -349,8 +349,15 @@ class BufferLayout:
     def describe(self) -> dict[str, list[list[object]]]:
         """Lists the facts that ranks must agree on as JSON-able rows. Parameters come first: they explain later
         differences."""
+        # Ranks have parts of different sizes of a divided parameter, in places of one size.
         specs: list[list[object]] = [
-            [s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params
+            [
+                s.name,
+                *((list(s.shape), list(s.stride)) if s.domain is None else (s.reserved_numel, len(s.domain.groups))),
+                str(s.dtype),
+                str(s.grad_dtype),
+            ]
+            for s in self.params
         ]
         return {
             "parameter (name, shape, stride, dtype, gradient dtype)": specs,

@@ -36,7 +36,7 @@ class _OnStreams(BackendInstanceCollectives):
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         tensor.mul_(scale or 1.0)
 
-    def _sum_across(self, tensor: Tensor) -> None:
+    def _sum_over(self, group: ProcessGroup, tensor: Tensor) -> None:
         tensor.add_(1.0)
 
 
