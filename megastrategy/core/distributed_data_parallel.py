@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from .buffers import inside_backward
@@ -35,6 +36,8 @@ class DistributedDataParallel(nn.Module):
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
             For a module that ``parallelize_module`` has cut, the group of the mesh's data-parallel dimension.
         collectives: used instead of those that fit the group (for tests and measurements).
+        expert_mesh: the data-parallel ranks in two named dimensions: ranks with the same experts, ranks with different
+            ones. Experts are DTensors, ``Shard`` over the second.
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: the option by which this object's user selects an all-reduce, for error messages.
         torch_options: torch DDP's arguments, instead of ``config``: ``find_unused_parameters``,
@@ -72,6 +75,7 @@ class DistributedDataParallel(nn.Module):
         *,
         collectives: Collectives | None = None,
         listener: Listener | None = None,
+        expert_mesh: DeviceMesh | None = None,
         all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
         **torch_options: Any,
     ) -> None:
@@ -92,6 +96,7 @@ class DistributedDataParallel(nn.Module):
             listener=listener,
             should_sync=self.should_sync,
             all_reduce_option=all_reduce_option,
+            expert_mesh=expert_mesh,
         )
         self.device = self._engine.device
 

@@ -413,13 +413,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, what: str) -> Gather | None:
         """Returns a Gather, when all ranks have reached this call; None where every rank has all of the state."""
-        engine, owners = self._impl.engine, self._impl.shard_set.owner_collectives
-        if owners is None:
+        engine, shard_set = self._impl.engine, self._impl.shard_set
+        if not shard_set.sharded:
             return None
         # By number: one rank's call for the first of two optimizers must not meet another's for the second.
         which = f" (number {self._number})" if self._number > 1 else ""
         engine.collectives.require_all_ranks(f"{what} of a sharded optimizer{which}")
-        return Gather(owners, engine.device)
+        return shard_set.gather()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.

@@ -161,7 +161,7 @@ class ContiguousGradBuffers(GradBuffers):
         self._release_replaced_grads(grads)
         for bucket in self.layout.buckets:
             # Outside of this rank's shard a reduced bucket has leftovers, which must not be averaged in again.
-            if self._sharded and self._buckets[bucket.index].is_reduced:
+            if self._buckets[bucket.index].is_reduced and self._changes_if_reduced_again(bucket.index):
                 self._reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
@@ -232,8 +232,11 @@ class ContiguousGradBuffers(GradBuffers):
         self._zero_stale(bucket)
         state.is_reduced = False
 
+    def _changes_if_reduced_again(self, bucket: int) -> bool:
+        return self._sharded or self.layout.buckets[bucket].domain.repeat_factor != 1.0
+
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        if self._sharded:
+        if self._changes_if_reduced_again(bucket):
             self._reopen(bucket)
         for index in self.layout.buckets[bucket].params:
             self.params[index].grad = self.views[index]  # seal() takes None for a drop, and would zero the sums

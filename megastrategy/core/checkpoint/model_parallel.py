@@ -60,7 +60,7 @@ def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, A
         number: {name: local_parts.local_view(value) for name, value in kept.items()} if number in params else kept
         for number, kept in saved["state"].items()
     }
-    ranks = impl.engine.model_parallel.tensor_ranks
+    ranks = impl.engine.model_parallel.part_ranks
     whole = state if ranks is None else join_parts(state, local_parts.cut_params(params), ranks)
     return {**saved, "state": whole}
 
@@ -82,7 +82,7 @@ def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | N
     if impl.engine.model_parallel.collectives:
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
     saved = gather()
-    if saved is not None and (ranks := impl.engine.model_parallel.tensor_ranks) is not None:
+    if saved is not None and (ranks := impl.engine.model_parallel.part_ranks) is not None:
         cut = _cut_by_saved_name(impl)
         joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
         saved = {name: kept[_MAIN] for name, kept in joined.items()} if joined is not None else None

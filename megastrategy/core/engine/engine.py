@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from ..buffers import (
@@ -33,7 +35,7 @@ from ..collectives import (
 from ..config import DistributedDataParallelConfig
 from ..errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
 from ..events import Event, EventKind, Listener
-from ..layout import BufferLayout, Owners, build_layout, describe_setup, find_weight_chunks
+from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
     ModuleWatch,
     agree_on_layout,
@@ -104,6 +106,7 @@ class Engine:
         listener: Listener | None,
         should_sync: Callable[[bool | None], bool],
         all_reduce_option: str,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         self.wrapper, self._kind, self._modules = weakref.ref(wrapper), type(wrapper), wrapper._modules
         self.config = config
@@ -112,7 +115,7 @@ class Engine:
         check_module(self.module, type(wrapper))
         self._ignored = ignored_names(self.module)
         self.device = common_device(self.named_params())
-        self.local_parts, self.model_parallel = find_groups(self.module, process_group)
+        self.local_parts, self.model_parallel = find_groups(self.module, process_group, expert_mesh, config)
         self._check_parts()
         self.collectives = self._buffer_collectives = collectives = self._connected(process_group, collectives)
         for group in self.model_parallel.groups:
@@ -136,10 +139,12 @@ class Engine:
         except ValueError:
             withdraw_main_grads(self._declared)
             raise
+        ranks_of = functools.partial(shard_collectives, collectives, device=self.device)  # of these, until the end
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device, self.local_parts)
-            self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
-            self.shard_collectives.connect(self.device, exchanges=bool(self.layout.received_nbytes))
+            self.param_gather = ParamGather(self.param_buffers, ranks_of, self.module, listener)
+            for domain in self.layout.domains:
+                self.ranks_of(domain).connect(self.device, exchanges=bool(self.layout.received_nbytes))
             # A forward begins with a broadcast of module buffers, which would wait for gathers in the same queue.
             if (
                 config.overlap_param_gather == "forward"
@@ -152,7 +157,7 @@ class Engine:
         self.reducer = Reducer(
             self.grad_buffers,
             collectives,
-            self.shard_collectives,
+            ranks_of,
             config,
             lambda decision: (decide := decides()) is not None and decide(decision),
             BackwardWatch(self),
@@ -197,7 +202,11 @@ class Engine:
     @property
     def shard_collectives(self) -> Collectives:
         """``collectives`` for the ranks among which each element has one owner: all ranks, or an instance."""
-        return shard_collectives(self.collectives, self.layout.domain, self.device)
+        return self.ranks_of(self.layout.domain)
+
+    def ranks_of(self, domain: Domain) -> Collectives:
+        """Returns the collectives of the ranks that own a domain's buckets."""
+        return shard_collectives(self.collectives, domain, self.device)
 
     @property
     def has_optimizer(self) -> bool:
@@ -248,7 +257,16 @@ class Engine:
             check_are_equal(self.named_params(), params, self.collectives)
         tensors = [*params, *named_buffers(self.module, self._ignored).values()]
         self.model_parallel.broadcast_common(tensors)
-        self.collectives.broadcast_all([self.local_parts.local_view(tensor) for tensor in tensors])
+        self._broadcast(tensors)
+
+    def _broadcast(self, tensors: Iterable[Tensor], *, unseen: bool = False) -> None:
+        """Gives the tensors the values of the first rank that holds the same elements; ``unseen`` by autograd."""
+        by_domain: dict[Domain | None, list[Tensor]] = {None: []}
+        for tensor in tensors:
+            part = self.local_parts.local_view(tensor)
+            by_domain.setdefault(self.model_parallel.domain_of(tensor), []).append(part.data if unseen else part)
+        for domain, parts in by_domain.items():
+            (self.collectives if domain is None else self.ranks_of(domain)).broadcast_all(parts)
 
     def broadcast_buffers(self) -> None:
         """Broadcasts the module's buffers from rank 0, without a trace for autograd. Collective."""
@@ -283,7 +301,7 @@ class Engine:
             return
         self.model_parallel.broadcast_common(joined, joins=True)
         # Through .data: a forward may have saved the values for a backward that is still to come.
-        self.collectives.broadcast_all([self.local_parts.local_view(param).data for param in joined])
+        self._broadcast(joined, unseen=True)
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)
@@ -309,6 +327,7 @@ class Engine:
                 param_spec(name, part_of(param), self.config, chunks.get(id(param))),
                 reserved_numel=parts.reserved_numel(param),
                 needs_own_bucket=any(group.needs_own_bucket(param) for group in self.model_parallel.groups),
+                domain=self.model_parallel.domain_of(param),
             )
             for name, param in others
             if param.requires_grad

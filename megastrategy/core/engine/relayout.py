@@ -30,7 +30,7 @@ from .. import devices
 from ..buffers import GradBuffers, ParamBuffers
 from ..collectives import Collectives
 from ..events import EventKind
-from ..layout import BufferLayout, Owners
+from ..layout import BufferLayout, Domain, Owners
 from ..module import LocalParts, ModelParallel, captured_modules
 from ..sync import ParamGather, Reducer
 from .shard_holder import Contents, PerElement, ShardHolder
@@ -55,8 +55,7 @@ class Engine(Protocol):
     @property
     def module(self) -> torch.nn.Module: ...
 
-    @property
-    def shard_collectives(self) -> Collectives: ...
+    def ranks_of(self, domain: Domain) -> Collectives: ...
 
     def finish_param_gather(self) -> None: ...
 
@@ -119,7 +118,7 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     """
     present, grads = engine.layout, engine.grad_buffers
     assert layout.params == present.params, "it has other parameters"
-    assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
+    assert layout.domain == present.domain
     assert not engine.reducer.has_local_grads, "gradients that are not reduced would be lost"
     with torch.no_grad():
         # Without shards every rank has everything, and moves by itself.
@@ -216,7 +215,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
                 flat = scratch[kind.dtype][: bucket.numel].zero_()
                 for index in members:
                     _fill(flat, holders[number], name, index, bucket.start, present, collectives.rank)
-                _all_gather(flat, engine)
+                _all_gather(flat, engine, bucket.domain)
                 for index in members:
                     if index in own[number]:
                         part = _cut(flat, index, bucket.start, present, layout, collectives.rank)
@@ -226,8 +225,8 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     return own
 
 
-def _all_gather(flat: Tensor, engine: Engine) -> None:
-    engine.shard_collectives.all_gather(flat).wait()
+def _all_gather(flat: Tensor, engine: Engine, domain: Domain) -> None:
+    engine.ranks_of(domain).all_gather(flat).wait()
     if engine.layout.offloads_state:  # its parts are copied to the host next
         engine.collectives.wait_for_device(engine.device, "all-gather")
 

@@ -30,10 +30,11 @@ def full_grad(engine: Engine, param: Parameter) -> Tensor | None:
     spec, slot = engine.layout.params[index], engine.layout.slots[index]
     full = torch.zeros(spec.numel, dtype=engine.layout.buffers[slot.buffer].sum_dtype, device=engine.device)
     owned, own_grad = engine.layout.owned_range(index, engine.collectives.rank), engine.owned_grad(index)
+    domain = engine.layout.buckets[slot.bucket].domain
     in_first_instance = engine.collectives.rank < engine.layout.num_shards  # others own the same
     if owned is not None and own_grad is not None and in_first_instance:
         full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
-    engine.collectives.all_reduce(full, 1.0).wait()  # every element is zero on all ranks but its owner
+    engine.ranks_of(domain).all_reduce(full, 1.0).wait()  # every element is zero on all ranks but its owner
     return engine.local_parts.as_grad(param, full.as_strided(spec.shape, spec.stride))
 
 
@@ -63,9 +64,10 @@ def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     for index in set(every).difference(sharded):
         if (local := engine.local_parts.local_grad(engine.params[index])) is not None:
             norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
-    if (tensor_ranks := engine.model_parallel.tensor_ranks) is not None:
+    part_ranks = next((group.ranks for group in engine.model_parallel.groups if group.state is None), None)
+    if part_ranks is not None:
         for index, param in enumerate(engine.params):
             if not engine.model_parallel.is_counted_here(param):
                 norms[index] = 0.0
-        norms = norms_over_owners(norms, norm_type, tensor_ranks)
+        norms = norms_over_owners(norms, norm_type, part_ranks)
     return norms

@@ -1,7 +1,7 @@
 """Plans the address and the owner of every element of parameters, gradients and shards. No tensors."""
 
 from .arrival_order import better_layout_order
-from .build import build_layout
+from .build import build_layout, domain_of_all
 from .domain import Domain
 from .layout import (
     CHUNKS_HEADING,
@@ -38,6 +38,7 @@ __all__ = [
     "contiguous_stride",
     "dense_stride",
     "describe_setup",
+    "domain_of_all",
     "find_weight_chunks",
     "memory_use",
 ]

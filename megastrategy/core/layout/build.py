@@ -82,7 +82,7 @@ def build_layout(
     Raises:
         ValueError: if two specs have one name, or the options do not fit the number of ranks.
     """
-    domain = Domain.of_all(dp_size, _num_shards(config, dp_size))
+    domain = domain_of_all(config, dp_size)
     num_shards = domain.num_shards
     # Checkpoints and the digests that ranks compare identify parameters by name.
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
@@ -146,6 +146,11 @@ def build_layout(
         state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
         offloads_state=config.offload_optimizer_states and num_shards > 1,
     )
+
+
+def domain_of_all(config: DistributedDataParallelConfig, dp_size: int) -> Domain:
+    """Returns the domain of parameters that all data-parallel ranks hold. Raises as :func:`build_layout`."""
+    return Domain((tuple(range(dp_size)),), _num_shards(config, dp_size))
 
 
 def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:

@@ -25,10 +25,6 @@ class Domain:
         assert self.size % self.num_shards == 0, "instances are of equal size"
         assert sorted(rank for group in self.groups for rank in group) == list(range(self.size * len(self.groups)))
 
-    @classmethod
-    def of_all(cls, dp_size: int, num_shards: int) -> Domain:
-        return cls((tuple(range(dp_size)),), num_shards)
-
     @property
     def size(self) -> int:
         """The number of ranks of a group."""

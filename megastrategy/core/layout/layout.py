@@ -228,6 +228,11 @@ class BufferLayout:
         return self.domain.num_instances
 
     @property
+    def domains(self) -> list[Domain]:
+        """Those of all buckets, and that of all ranks first."""
+        return list(dict.fromkeys((self.domain, *(bucket.domain for bucket in self.buckets))))
+
+    @property
     def is_pooled(self) -> bool:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None

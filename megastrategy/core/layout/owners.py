@@ -82,7 +82,7 @@ class Owners:
         """Returns, by rank, the parts of the bucket (offsets from its start) whose weights it steps, of
         ``params``: the parameters that it owns, and its shard of the others. Adjacent ones are one part, with
         the padding between them."""
-        spans: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.num_shards)]
+        spans: list[list[tuple[int, int]]] = [[] for _ in range(bucket.domain.num_shards)]
         last = -1  # the rank of the part that was appended last; -1 if a parameter is between
         for param in bucket.params:
             if param not in params:

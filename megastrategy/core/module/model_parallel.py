@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..collectives import Collectives, close_when_collected, make_collectives
+from ..layout import Domain
 from .first_batch import check_first_batch
 
 
@@ -73,6 +74,8 @@ class ModelGroup:
     Attributes:
         rank_name: what error messages call a rank of the group.
         ranks: None before :meth:`connect`, and if this rank is the only one.
+        part_ranks: the ranks that have the other parts of this rank's parameters, which a file joins.
+        has_one_batch: whether the ranks get one batch.
         state: joins saved state, from :meth:`connect` on, if the ranks have other parameters of the model, in layouts
             of their own; None if they have parts of the same parameters, in one layout.
         names_elsewhere: the names of parameters and buffers that only other ranks have.
@@ -80,6 +83,8 @@ class ModelGroup:
 
     rank_name = "rank"
     ranks: Collectives | None = None
+    part_ranks: Collectives | None = None
+    has_one_batch = False
     state: GroupState | None = None
     names_elsewhere: Collection[str] = ()
 
@@ -144,6 +149,18 @@ class ModelGroup:
         """Whether sums over the group (a norm, a count) include this rank's elements: true on one rank for each."""
         return True
 
+    def domain_of(self, param: Tensor) -> Domain | None:
+        """Returns the data-parallel ranks that hold the same elements of a parameter; None for all."""
+        return None
+
+    def saves_parts(self, collectives: Collectives) -> bool:
+        """Whether this one of the data-parallel ranks gathers parts, beside the first of them."""
+        return False
+
+    def replica_name(self, name: str, param: Tensor) -> str:
+        """Returns the name under which data-parallel ranks compare a parameter's values."""
+        return name
+
     def needs_own_bucket(self, param: Tensor) -> bool:
         """Whether the parameter needs a bucket without any other parameter."""
         return False
@@ -172,8 +189,13 @@ class ModelParallel:
 
     @property
     def tensor_ranks(self) -> Collectives | None:
-        """The ranks that have parts of the same parameters, in one layout; None if there is only one."""
-        return next((group.ranks for group in self.groups if group.state is None), None)
+        """The ranks that have parts of the same parameters, in one layout, and one batch; None if there is only one."""
+        return next((group.ranks for group in self.groups if group.has_one_batch), None)
+
+    @property
+    def part_ranks(self) -> Collectives | None:
+        """The ranks that have the other parts of this rank's parameters; None if parameters are not divided."""
+        return next((group.part_ranks for group in self.groups if group.part_ranks is not None), None)
 
     @property
     def states(self) -> list[GroupState]:
@@ -184,6 +206,15 @@ class ModelParallel:
     def names_elsewhere(self) -> frozenset[str]:
         """The names of parameters and buffers that only other ranks have."""
         return frozenset().union(*(group.names_elsewhere for group in self.groups))
+
+    def domain_of(self, param: Tensor) -> Domain | None:
+        """Returns the data-parallel ranks that hold the same elements of a parameter; None for all."""
+        domains = (group.domain_of(param) for group in self.groups)
+        return next((domain for domain in domains if domain is not None), None)
+
+    def saves_parts(self, collectives: Collectives) -> bool:
+        """Whether this one of the data-parallel ranks gathers its parts of the model, to be joined with others'."""
+        return any(group.saves_parts(collectives) for group in self.groups) or collectives.is_rank_zero
 
     def broadcast_common(self, tensors: Sequence[Tensor], *, joins: bool = False) -> None:
         """See :meth:`ModelGroup.broadcast_common`."""
@@ -198,4 +229,10 @@ class ModelParallel:
         """Returns the name that the parameter has in a model of one process."""
         for group in self.groups:
             name = group.name_in_model(name)
+        return name
+
+    def replica_name(self, name: str, param: Tensor) -> str:
+        """Returns the name under which data-parallel ranks compare a parameter's values."""
+        for group in self.groups:
+            name = group.replica_name(name, param)
         return name

@@ -29,7 +29,8 @@ def check_replicas(
     if collectives.size == 1 and not groups:
         return
     own = {name: digest_of(parts.local_view(param)) for name, param in named.items()}
-    found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
+    by_replica = {model.replica_name(name, param): own[name] for name, param in named.items()}
+    found = _first_difference(collectives.all_gather_objects(by_replica), "data-parallel rank")
     for group, ranks in groups:
         names = group.common_names(named)
         everybody = ranks.all_gather_objects((found, {common: own[name] for name, common in names.items()}))

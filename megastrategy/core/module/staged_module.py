@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config import DistributedDataParallelConfig
 from .local_parts import LocalParts, dtensors_of
 from .model_parallel import ModelGroup, ModelParallel
 
@@ -52,14 +53,27 @@ def names_elsewhere(module: nn.Module) -> frozenset[str]:
     )
 
 
-def find_groups(module: nn.Module, process_group: ProcessGroup | None) -> tuple[LocalParts, ModelParallel]:
+def find_groups(
+    module: nn.Module,
+    process_group: ProcessGroup | None,
+    expert_mesh: DeviceMesh | None,
+    config: DistributedDataParallelConfig,
+) -> tuple[LocalParts, ModelParallel]:
     """Returns where this rank has the module's parameters, and which ranks share the model with it.
 
     Args:
         process_group: the data-parallel ranks; None for all.
+        expert_mesh: see :class:`~megastrategy.DistributedDataParallel`.
     """
     staged, parts = find_staged(module), LocalParts()
     groups: list[ModelGroup] = []
+    if expert_mesh is not None:
+        from .experts import ExpertGroup
+
+        if staged is not None:
+            raise ValueError("expert_mesh and a pipeline in one model are not supported together")
+        experts = ExpertGroup(expert_mesh, process_group, config)
+        return experts.parts, ModelParallel([experts])
     mesh = staged.tensor_mesh if staged is not None else None
     if mesh is not None or (staged is None and dtensors_of(module)):
         # Imported here: a model without tensor-parallel parameters does not pay for torch's DTensor.

@@ -36,7 +36,7 @@ class DTensorParts(LocalParts):
     """The local parts of parameters of which some are DTensors, all of one mesh.
 
     Attributes:
-        tensor_ranks: the ranks of the mesh; None if there is only one.
+        tensor_ranks: the ranks over which gradients may be sums; None if there are none.
     """
 
     has_parts = True
@@ -99,24 +99,23 @@ class DTensorParts(LocalParts):
         return True
 
     def is_cut(self, param: Tensor) -> bool:
-        return self.tensor_ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
+        if not isinstance(param, DTensor) or param.placements[0].is_replicate():
+            return False
+        return param.device_mesh.size() > 1
 
     def reserved_numel(self, param: Any) -> int:
-        if self.tensor_ranks is None or not self.is_cut(param) or param.numel() == 0:
+        if not self.is_cut(param) or param.numel() == 0:
             return int(param.numel())
         rows = int(param.shape[param.placements[0].dim])
-        _, largest = cut_of(rows, 0, self.tensor_ranks.size)  # the first rank's: parts are rounded up
+        _, largest = cut_of(rows, 0, param.device_mesh.size())  # the first rank's: parts are rounded up
         return largest * (int(param.numel()) // rows)
 
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
 
     def _cut_param(self, param: Any) -> CutParam:
-        assert self.tensor_ranks is not None, "it is cut"
-        dim = param.placements[0].dim % param.dim()
-        cut = CutParam(
-            tuple(param.shape), dim, cut_of(param.shape[dim], self.tensor_ranks.rank, self.tensor_ranks.size)
-        )
+        dim, mesh = param.placements[0].dim % param.dim(), param.device_mesh
+        cut = CutParam(tuple(param.shape), dim, cut_of(param.shape[dim], mesh.get_local_rank(), mesh.size()))
         assert cut.part_shape == tuple(self.local_view(param).shape), "as DTensor cuts"
         return cut
 
@@ -134,6 +133,7 @@ class TensorGroup(ModelGroup):
     """
 
     rank_name = "tensor rank"
+    has_one_batch = True
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -145,7 +145,8 @@ class TensorGroup(ModelGroup):
         super().connect(device)
         if self._mesh.size() > 1:
             group = self._mesh.get_group()
-            self.ranks = self.parts.tensor_ranks = self._connected(private_group(group, device), group)
+            self.ranks = self.part_ranks = self._connected(private_group(group, device), group)
+            self.parts.tensor_ranks = self.ranks
 
     def check(self, module: nn.Module) -> None:
         """Raises ValueError for a module that ``fully_shard`` has wrapped, and for a parameter that is not cut over one

@@ -141,6 +141,12 @@ class ShardSet(ShardHolder):
         """The ranks that share out elements; None where every rank has all of them."""
         return self.engine.shard_collectives if self.sharded else None
 
+    def gather(self, *, everywhere: bool = False) -> Gather:
+        """Returns a way for the owners' parts to come together."""
+        engine, owners = self.engine, self.engine.shard_collectives
+        is_root = engine.model_parallel.saves_parts(engine.collectives)
+        return Gather(owners, engine.ranks_of, engine.device, is_root=is_root, everywhere=everywhere)
+
     def names_by_id(self) -> dict[int, str]:
         """Returns names by ``id``: of all the model's parameters, frozen ones too, and of extra parameters."""
         return {id(param): name for name, param in self.engine.named_params().items()} | self.extra_params.names_by_id()
@@ -367,7 +373,7 @@ class ShardSet(ShardHolder):
         """
         if self.has_shards:
             engine, inner = self.engine, self.inner
-            if (owners := self.owner_collectives) is None:
+            if not self.sharded:
                 numbers = number_params(inner)
                 stepped = {numbers[id(p)]: t for p in self.params() if (t := self.stepped_tensor(p)) is not None}
                 saved = {"state": as_saved(inner, stepped), "param_groups": groups_as_saved(inner, numbers)}
@@ -375,8 +381,8 @@ class ShardSet(ShardHolder):
             else:
                 what = f"the first use of a sharded {type(inner).__name__} after close()"
                 engine.collectives.require_all_ranks(what)
-                saved = self.full_state(Gather(owners, engine.device, everywhere=True))
-                main_params = self.full_main_params(Gather(owners, engine.device))
+                saved = self.full_state(self.gather(everywhere=True))
+                main_params = self.full_main_params(self.gather())
             load_as_torchs(inner, saved, engine.local_parts)
             self.pending_main_params |= main_params
             self.is_given_back, self.sharded = True, False

@@ -6,7 +6,7 @@ element-wise state has the parameter's shape and strides. It does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import devices
 from ..collectives import Collectives
 from ..errors import CheckpointError
-from ..layout import Bucket, BufferLayout
+from ..layout import Bucket, BufferLayout, Domain
 from .host_copies import to_host
 from .pickled_states import gather_states, gather_states_everywhere
 from .saved_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
@@ -25,21 +25,31 @@ from .state_fragments import Description, Keys, StateFragments, agreed_keys
 class Gather:
     """Gathers the ranks' parts of a state to rank 0, or ``everywhere``. Collective.
 
-    Attributes:
-        is_root: True if this rank gets the result.
+    Args:
+        collectives: the ranks that own different elements.
+        ranks_of: returns those of them that own a domain's buckets.
+        is_root: whether this rank gets the result.
     """
 
-    def __init__(self, collectives: Collectives, device: torch.device, *, everywhere: bool = False) -> None:
-        self._collectives, self.device, self._everywhere = collectives, device, everywhere
-        self.is_root = everywhere or collectives.is_rank_zero
+    def __init__(
+        self,
+        collectives: Collectives,
+        ranks_of: Callable[[Domain], Collectives],
+        device: torch.device,
+        *,
+        is_root: bool,
+        everywhere: bool = False,
+    ) -> None:
+        self._collectives, self._ranks_of, self.device = collectives, ranks_of, device
+        self._everywhere, self.is_root = everywhere, everywhere or is_root
 
     def all_gather_objects(self, own: Any) -> list[Any]:
         """Returns every rank's picklable ``own``, on all ranks."""
         return self._collectives.all_gather_objects(own)
 
-    def fill_bucket(self, flat: Tensor) -> None:
+    def fill_bucket(self, flat: Tensor, domain: Domain) -> None:
         """Fills ``flat``, which has this rank's shard of a bucket in its place, with the other ranks' shards."""
-        self._collectives.all_gather(flat).wait()
+        self._ranks_of(domain).all_gather(flat).wait()
         if self.is_root:  # it copies the bucket to the host next
             self._collectives.wait_for_device(self.device, "all-gather")
 
@@ -185,7 +195,7 @@ def _gather_bucket(
     layout = parts.layout
     flat = scratch.on_device(dtype, bucket.numel).zero_()  # else the previous bucket's values would stay in the gaps
     parts.put(flat, bucket, key)
-    gather.fill_bucket(flat)
+    gather.fill_bucket(flat, bucket.domain)
     if not gather.is_root:
         return ()
     host = scratch.on_host(flat)

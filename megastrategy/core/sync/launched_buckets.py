@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from ..buffers import GradBuffers
 from ..collectives import Collectives, Handle, Handles
 from ..events import Event, EventKind, Listener
+from ..layout import BufferLayout, Domain
 
 
 class LaunchedBuckets:
@@ -17,14 +18,19 @@ class LaunchedBuckets:
 
     Args:
         collectives: all data-parallel ranks, of whose gradients the mean is taken.
-        shard_collectives: reduce-scatters buckets of which each rank owns a shard.
+        ranks_of: returns the collectives that reduce a domain's buckets.
         average: whether the collective divides, and not the rank before it sends.
     """
 
     def __init__(
-        self, collectives: Collectives, shard_collectives: Collectives, listener: Listener | None, *, average: bool
+        self,
+        collectives: Collectives,
+        ranks_of: Callable[[Domain], Collectives],
+        listener: Listener | None,
+        *,
+        average: bool,
     ) -> None:
-        self._collectives, self._shard_collectives = collectives, shard_collectives
+        self._collectives, self._ranks_of = collectives, ranks_of
         self._average, self._listener = average, listener
         self._handles: list[Handle] = []  # by bucket, in launch order
         self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
@@ -70,7 +76,7 @@ class LaunchedBuckets:
         for piece in range(buffers.num_pieces(bucket)):
             if len(self._in_flight) == buffers.max_in_flight:
                 self._wait_for_oldest(is_waiting)
-            pieces.append(self._send(*buffers.piece_to_reduce(bucket, piece), num_shards=buffers.layout.num_shards))
+            pieces.append(self._send(*buffers.piece_to_reduce(bucket, piece), buffers.layout, bucket))
             if buffers.max_in_flight is not None:
                 self._in_flight.append(pieces[-1])
         return pieces[0] if len(pieces) == 1 else Handles(pieces)
@@ -85,13 +91,14 @@ class LaunchedBuckets:
             if not is_waiting:
                 self._emit(EventKind.WAIT_END, 0)
 
-    def _send(self, tensor: Tensor, sums: Tensor | None, *, num_shards: int) -> Handle:
+    def _send(self, tensor: Tensor, sums: Tensor | None, layout: BufferLayout, bucket: int) -> Handle:
+        ranks = self._ranks_of(layout.buckets[bucket].domain)
         mean, average = 1.0 / self._collectives.size, self._average
         if sums is not None:
-            return self._shard_collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
-        if num_shards > 1:
-            return self._shard_collectives.reduce_scatter(tensor, mean, scale_sum=average)
-        return self._collectives.all_reduce(tensor, mean, scale_sum=average)
+            return ranks.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
+        if layout.num_shards > 1:
+            return ranks.reduce_scatter(tensor, mean, scale_sum=average)
+        return ranks.all_reduce(tensor, mean, scale_sum=average)
 
     def _end(self, bucket: int, handle: Handle) -> None:
         handle.wait()

@@ -27,7 +27,7 @@ from ..buffers import ParamBuffers
 from ..collectives import Collectives, Handle
 from ..errors import CollectiveError
 from ..events import Event, EventKind, Listener, profiler_range
-from ..layout import Spans
+from ..layout import Domain, Spans
 from ..wire import add_changes_, wire_span
 
 
@@ -39,10 +39,14 @@ class ParamGather:
     """
 
     def __init__(
-        self, buffers: ParamBuffers, collectives: Collectives, module: nn.Module, listener: Listener | None = None
+        self,
+        buffers: ParamBuffers,
+        ranks_of: Callable[[Domain], Collectives],
+        module: nn.Module,
+        listener: Listener | None = None,
     ) -> None:
         self._buffers = buffers
-        self._collectives = collectives
+        self._ranks_of = ranks_of
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
@@ -75,10 +79,12 @@ class ParamGather:
                 flat = change
                 if spans is not None:
                     spans = [[wire_span(start, end, flat.dtype) for start, end in parts] for parts in spans]
-            self._handles[bucket] = (
-                self._collectives.all_gather(flat) if spans is None else self._collectives.gather_spans(flat, spans)
-            )
+            ranks = self._owners(bucket)
+            self._handles[bucket] = ranks.all_gather(flat) if spans is None else ranks.gather_spans(flat, spans)
         self.missing.discard(bucket)
+
+    def _owners(self, bucket: int) -> Collectives:
+        return self._ranks_of(self._buffers.layout.buckets[bucket].domain)
 
     def set_buffers(self, buffers: ParamBuffers) -> None:
         """Sets the buffers to which the parameters have moved, while no gather was under way."""
@@ -160,10 +166,10 @@ class ParamGather:
         """Adds the changes that other ranks have sent to the weights, which contain this rank's own already."""
         if bucket not in self._sent_changes:
             return
-        spans, rank = self._sent_changes.pop(bucket), self._collectives.rank
+        spans, rank = self._sent_changes.pop(bucket), self._owners(bucket).rank
         weights, change = self._buffers.bucket(bucket), self._buffers.change(bucket)
         assert change is not None, "it was sent"
-        numel = weights.numel() // self._collectives.size
+        numel = self._buffers.layout.buckets[bucket].shard_numel
         own = [(rank * numel, (rank + 1) * numel)] if spans is None else spans[rank]
         with torch.no_grad():
             add_changes_(weights, change, own, is_even=spans is None)

@@ -43,7 +43,7 @@ from ..errors import (
     NonFiniteGradError,
 )
 from ..events import Event, EventKind, Listener, profiler_range
-from ..layout import BufferLayout
+from ..layout import BufferLayout, Domain
 from ..module import GradAccumulators, GradHooks, ModelGroup
 from .agreement import Agreement, Reasons, name_of
 from .arrivals import LateGrads, UsedParams
@@ -61,7 +61,7 @@ class Reducer:
 
     Args:
         collectives: all data-parallel ranks, which agree on the used parameters.
-        shard_collectives: the ranks that divide the elements of buckets.
+        ranks_of: returns the ranks that divide the elements of a domain's buckets.
         should_sync: called when a backward starts, with the decision of the forwards before it.
         backwards: reports to the engine where backwards begin and end.
         planner: proposes an order of buckets after the first synchronised backward; None for none.
@@ -79,7 +79,7 @@ class Reducer:
         self,
         buffers: GradBuffers,
         collectives: Collectives,
-        shard_collectives: Collectives,
+        ranks_of: Callable[[Domain], Collectives],
         config: DistributedDataParallelConfig,
         should_sync: Callable[[bool | None], bool],
         backwards: BackwardWatch,
@@ -97,7 +97,7 @@ class Reducer:
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._launched = LaunchedBuckets(collectives, shard_collectives, listener, average=config.average_in_collective)
+        self._launched = LaunchedBuckets(collectives, ranks_of, listener, average=config.average_in_collective)
         self._used, self._late = UsedParams(config), LateGrads()
         self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
             name_of(collectives, tensor_ranks),

@@ -1,0 +1,131 @@
+"""Experts that are divided over some of the data-parallel ranks: DTensors on a mesh inside of these.
+
+[Note: gradients of experts]
+Each data-parallel rank has a batch of its own. The all-to-all of user code brings an expert the tokens of all ranks of
+its expert group, and their gradients come back with them, so a local gradient is a sum over the losses of these ranks.
+Ranks with the same experts are one group of a :class:`~..layout.Domain`: their gradients are added up, and divided by
+the number of *all* data-parallel ranks, whose losses are in the sum. With shards every element, an expert's too, has
+one owner among all data-parallel ranks, so norms and counts need nothing. Without shards, ranks with different experts
+join theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn import Parameter
+
+from ..collectives import Collectives, private_group, ranks_of
+from ..config import DistributedDataParallelConfig
+from ..layout import Domain, domain_of_all
+from .local_parts import dtensors_of
+from .model_parallel import ModelGroup
+from .tensor_parallel import DTensorParts
+
+_WAY_OUT = (
+    'Make it as init_device_mesh(device_type, (dp // ep, ep), mesh_dim_names=("edp", "ep")) and distribute experts '
+    'over mesh["ep"]: distribute_tensor(experts, mesh["ep"], [Shard(0)])'
+)
+
+
+class ExpertGroup(ModelGroup):
+    """The ranks that have different experts of the same layers.
+
+    Args:
+        mesh: of two dimensions: ranks with the same experts, and ranks with different ones.
+        process_group: the data-parallel ranks; None for all.
+
+    Attributes:
+        parts: this rank's experts.
+
+    Raises:
+        ValueError: if the mesh is not of the data-parallel ranks.
+    """
+
+    rank_name = "expert rank"
+
+    def __init__(
+        self, mesh: DeviceMesh, process_group: ProcessGroup | None, config: DistributedDataParallelConfig
+    ) -> None:
+        super().__init__()
+        self.parts = DTensorParts()
+        if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+            raise ValueError(f"expert_mesh is {mesh}: two dimensions with names are expected. {_WAY_OUT}")
+        self._mesh: DeviceMesh = mesh[mesh.mesh_dim_names[1]]
+        dp_ranks, mesh_ranks = list(ranks_of(process_group)), mesh.mesh.flatten().tolist()
+        if sorted(dp_ranks) != sorted(mesh_ranks):
+            raise ValueError(
+                f"expert_mesh has the ranks {sorted(mesh_ranks)}, and the data-parallel ranks are {sorted(dp_ranks)}. "
+                f"{_WAY_OUT}"
+            )
+        if not config.find_unused_parameters or config.static_graph:
+            raise ValueError(
+                "find_unused_parameters=False and static_graph promise that every rank uses every parameter, and which "
+                "experts get tokens depends on the batch. Leave both out with expert_mesh"
+            )
+        numbers = {rank: number for number, rank in enumerate(dp_ranks)}
+        groups = tuple(tuple(sorted(numbers[rank] for rank in ranks)) for ranks in mesh.mesh.T.tolist())
+        self._first_of_each = [numbers[rank] for rank in mesh.mesh[0].tolist()]
+        every = domain_of_all(config, len(dp_ranks))
+        self._domain, self._is_sharded = _divided(every, groups), every.num_shards > 1
+
+    def domain_of(self, param: Tensor) -> Domain | None:
+        return self._domain if self.parts.is_cut(param) else None
+
+    def connect(self, device: torch.device) -> None:
+        super().connect(device)
+        if self._mesh.size() > 1:
+            group = self._mesh.get_group()
+            self.part_ranks = self._connected(private_group(group, device), group)
+            if not self._is_sharded:  # otherwise each element has one owner among all data-parallel ranks
+                self.ranks = self.part_ranks
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Nothing: each rank has a batch of its own."""
+
+    def saves_parts(self, collectives: Collectives) -> bool:
+        return collectives.rank in self._first_of_each
+
+    def check(self, module: nn.Module) -> None:
+        for name, param in dtensors_of(module).items():
+            if param.device_mesh != self._mesh or type(param.placements[0]) is not Shard:
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor ({', '.join(map(repr, param.placements))} on a mesh of "
+                    f"{' x '.join(map(str, param.device_mesh.shape))}). With expert_mesh only experts are: tensor "
+                    f"parallelism beside it is not supported. {_WAY_OUT}"
+                )
+
+    def is_counted_here(self, param: Tensor) -> bool:
+        return self.ranks is None or self.ranks.is_rank_zero or self.parts.is_cut(param)
+
+    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        return {name: name for name, param in named.items() if not self.parts.is_cut(param)}
+
+    def replica_name(self, name: str, param: Tensor) -> str:
+        """Returns the name under which ranks compare their values: expert ranks have different ones."""
+        return f"{name}, part {self._mesh.get_local_rank()}" if self.parts.is_cut(param) else name
+
+
+def _divided(every: Domain, groups: tuple[tuple[int, ...], ...]) -> Domain:
+    """Returns the domain of experts beside ``every``, of all data-parallel ranks.
+
+    Raises:
+        ValueError: if the instances of the optimizer have different numbers of ranks of a group.
+    """
+    if every.num_shards == 1:
+        return Domain(groups, 1)
+    num_shards, rest = divmod(every.num_shards, len(groups))
+    instances = [[rank // every.num_shards for rank in group] for group in groups]
+    if rest or any(held.count(number) != num_shards for held in instances for number in held):
+        raise ValueError(
+            f"num_distributed_optimizer_instances={every.num_instances}: an instance has {every.num_shards} ranks in "
+            f"a row, and a multiple of the {len(groups)} ranks that experts are divided over is expected, neighbours "
+            "in expert_mesh"
+        )
+    return Domain(groups, num_shards)
