@@ -261,12 +261,23 @@ class Engine:
 
     def _broadcast(self, tensors: Iterable[Tensor], *, unseen: bool = False) -> None:
         """Gives the tensors the values of the first rank that holds the same elements; ``unseen`` by autograd."""
-        by_domain: dict[Domain | None, list[Tensor]] = {None: []}
+        by_domain: dict[Domain, list[tuple[Tensor, Tensor]]] = {}
+        held_by_all: list[Tensor] = []
         for tensor in tensors:
             part = self.local_parts.local_view(tensor)
-            by_domain.setdefault(self.model_parallel.domain_of(tensor), []).append(part.data if unseen else part)
-        for domain, parts in by_domain.items():
-            (self.collectives if domain is None else self.ranks_of(domain)).broadcast_all(parts)
+            part = part.data if unseen else part
+            if (domain := self.model_parallel.domain_of(tensor)) is None:
+                held_by_all.append(part)
+            else:
+                # Of one size on all ranks, which have to start the same collectives.
+                padded = part.new_zeros(self.local_parts.reserved_numel(tensor))
+                padded[: part.numel()] = part.detach().reshape(-1)
+                by_domain.setdefault(domain, []).append((part, padded))
+        self.collectives.broadcast_all(held_by_all)
+        for domain, members in by_domain.items():
+            self.ranks_of(domain).broadcast_all([padded for _, padded in members])
+            for part, padded in members:
+                part.detach().copy_(padded[: part.numel()].view(part.shape))
 
     def broadcast_buffers(self) -> None:
         """Broadcasts the module's buffers from rank 0, without a trace for autograd. Collective."""

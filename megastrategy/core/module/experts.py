@@ -69,6 +69,8 @@ class ExpertGroup(ModelGroup):
                 "find_unused_parameters=False and static_graph promise that every rank uses every parameter, and which "
                 "experts get tokens depends on the batch. Leave both out with expert_mesh"
             )
+        if not config.use_contiguous_buffers:
+            raise ValueError("use_contiguous_buffers=False is not supported with expert_mesh: leave it out")
         numbers = {rank: number for number, rank in enumerate(dp_ranks)}
         groups = tuple(tuple(sorted(numbers[rank] for rank in ranks)) for ranks in mesh.mesh.T.tolist())
         self._first_of_each = [numbers[rank] for rank in mesh.mesh[0].tolist()]

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.experts import Case, Outcome, train_alone, train_on_ranks
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, host_collectives
+from megastrategy.errors import NonFiniteGradError, ReplicaMismatchError
+from tests.support.experts import (
+    Case,
+    Experts,
+    Outcome,
+    Trainee,
+    batch_of,
+    expert_mesh,
+    make_module,
+    train_alone,
+    train_on_ranks,
+)
 from tests.support.processes import run_processes
+from tests.support.tensor_parallel import whole
 
 RANKS = 4
 ALL_REDUCE = (("use_distributed_optimizer", False),)
-FLATTENED = (*ALL_REDUCE, ("use_contiguous_buffers", False), ("overlap_grad_reduce", False))
 CASES = {
     "one rank has all": Case(1, steps=20),
     "2 x 2": Case(2, steps=20),
@@ -26,8 +46,6 @@ CASES = {
     "all-reduce": Case(2, options=ALL_REDUCE),
     "all-reduce, 3 reductions": Case(2, microbatches=3, syncs_each=True, options=ALL_REDUCE),
     "all-reduce, uneven": Case(4, num_experts=5, options=ALL_REDUCE),
-    "no buffers": Case(2, options=FLATTENED),
-    "no buffers, 3 reductions": Case(2, microbatches=3, syncs_each=True, options=FLATTENED),
     "pooled": Case(2, microbatches=2, options=(("grad_buffer", "pooled"),)),
     "gathers under the forward": Case(2, options=(("overlap_param_gather", "forward"),)),
     "gathers in the step": Case(4, options=(("overlap_param_gather", False),)),
@@ -74,3 +92,229 @@ def test_rounded_ones_train_nearly_as_in_one_process(ranks: list[dict[str, Outco
         for key, weight in by_case[name].weights.items():
             torch.testing.assert_close(weight.float(), expected.weights[key], rtol=0.0, atol=0.05)
         assert by_case[name].dense == ranks[0][name].dense
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def backward(trainee: Trainee) -> None:
+    x, y = batch_of(dist.get_rank(), 0, 0)
+    trainee.module.loss(x, y, trainee.model).backward()
+
+
+def read_gradients(case: Case) -> tuple[dict[str, Any], dict[float, Any]]:
+    """Whole gradients by name, and norms of all parameters, and the total, by order."""
+    trainee = Trainee.make(case)
+    backward(trainee)
+    found = {
+        name: whole(grad) if (grad := trainee.model.full_grad(param)) is not None else None
+        for name, param in trainee.module.named_parameters()
+    }
+    norms = {
+        order: (trainee.model.grad_norms(order).tolist(), float(trainee.optimizer.grad_norm(order)))
+        for order in (1.0, 2.0, math.inf)
+    }
+    trainee.model.close()
+    return found, norms
+
+
+@pytest.mark.parametrize("options", [(), ALL_REDUCE, (("num_distributed_optimizer_instances", 2),)], ids=str)
+def test_gradients_and_their_norms_are_those_of_one_process(options: tuple[tuple[str, Any], ...]) -> None:
+    case = Case(2, options=options)
+    module = make_module(case)
+    for rank in range(RANKS):
+        (module.loss(*batch_of(rank, 0, 0), module) / RANKS).backward()
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    for found, norms in run_processes(RANKS, read_gradients, case):
+        torch.testing.assert_close(found, grads, rtol=0.0, atol=1e-6)
+        for order, (each, total) in norms.items():
+            expected = [float(torch.linalg.vector_norm(grad, order)) for grad in grads.values() if grad is not None]
+            assert each == pytest.approx(expected, rel=1e-4)
+            assert total == pytest.approx(float(torch.linalg.vector_norm(torch.tensor(expected), order)), rel=1e-4)
+
+
+def meet_nan() -> tuple[str, dict[str, Any]]:
+    """A NaN in one rank's expert, and a step after it."""
+    trainee = Trainee.make(Case(2, options=(("check_for_nan_in_grad", True),)))
+    if dist.get_rank() == 3:
+        trainee.module.layers[1].up.register_hook(lambda grad: grad * math.nan)  # type: ignore[union-attr]
+    with pytest.raises(NonFiniteGradError) as raised:
+        backward(trainee)
+    if dist.get_rank() == 3:
+        trainee.module.layers[1].up._backward_hooks.clear()  # type: ignore[union-attr]
+    trainee.train(range(2))
+    weights = {name: whole(param) for name, param in trainee.module.named_parameters()}
+    trainee.model.close()
+    return str(raised.value), weights
+
+
+def test_a_nan_in_one_ranks_expert_is_refused_on_all_and_the_next_steps_are_right() -> None:
+    expected = train_alone(Case(2, steps=2), RANKS)
+    for message, weights in run_processes(RANKS, meet_nan):
+        assert "layers.1.up" in message
+        assert "rank 3" in message
+        torch.testing.assert_close(weights, expected.weights, rtol=0.0, atol=2e-6)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def unfreeze_late() -> Outcome:
+    trainee = Trainee.make(Case(2))
+    trainee.model.close()
+    case, mesh, module = Case(2), expert_mesh(2), make_module(Case(2))
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(mesh["ep"])
+    module.layers[0].requires_grad_(False)
+    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
+    from megastrategy import DistributedOptimizer
+
+    trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
+    norms = trainee.train(range(2))
+    if dist.get_rank() >= 2:  # the first rank of each group has the values
+        with torch.no_grad():
+            module.layers[0].up._local_tensor.zero_()  # type: ignore[operator, union-attr]
+    module.layers[0].requires_grad_(True)
+    return trainee.outcome(norms + trainee.train(range(2, 4)))
+
+
+def test_experts_that_are_unfrozen_later_train_as_in_one_process() -> None:
+    case = Case(2)
+    module = make_module(case)
+    module.layers[0].requires_grad_(False)
+    optimizer, norms = case.make_optimizer(module.parameters()), []
+    for step in range(4):
+        if step == 2:
+            module.layers[0].requires_grad_(True)
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            (module.loss(*batch_of(rank, step, 0), module) / RANKS).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.5)))
+        optimizer.step()
+    weights = {name: param.detach() for name, param in module.named_parameters()}
+    expected = Outcome(weights, norms, optimizer.state_dict()["state"])
+    assert_equal(run_processes(RANKS, unfreeze_late), expected, 2e-6)
+
+
+def part_weights() -> tuple[str, str]:
+    """The message for replicas that parted: one of an expert, and one of a dense weight."""
+    trainee = Trainee.make(Case(2))
+    trainee.model.check_replicas()
+    messages = []
+    for rank, param in ((2, trainee.module.layers[0].up), (1, trainee.module.head.bias)):
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                (param._local_tensor if hasattr(param, "_local_tensor") else param).add_(1.0)  # type: ignore[operator]
+        with pytest.raises(ReplicaMismatchError) as raised:
+            trainee.model.check_replicas()
+        messages.append(str(raised.value))
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                (param._local_tensor if hasattr(param, "_local_tensor") else param).sub_(1.0)  # type: ignore[operator]
+    trainee.model.close()
+    return messages[0], messages[1]
+
+
+def test_replicas_are_compared_among_the_ranks_that_have_the_same_experts() -> None:
+    for of_expert, of_dense in run_processes(RANKS, part_weights):
+        assert "layers.0.up" in of_expert
+        assert "head.bias" in of_dense
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+WRITERS = {
+    "ep1": Case(1, optimizer="adamw"),
+    "ep2": Case(2, optimizer="adamw"),
+    "ep4": Case(4, optimizer="adamw"),
+    "uneven": Case(4, num_experts=5, optimizer="adamw"),
+    "all-reduce": Case(2, optimizer="adamw", options=ALL_REDUCE),
+}
+
+
+def save_each(folder: Path) -> None:
+    """Trains three steps; writes a file of the state and weights, and a directory."""
+    for name, case in WRITERS.items():
+        trainee = Trainee.make(case)
+        trainee.train(range(3))
+        saved = trainee.outcome([])
+        state = trainee.optimizer.state_dict()
+        if dist.get_rank() == 0:
+            torch.save({"weights": saved.weights, "optimizer": state}, folder / f"{name}.pt")
+        parts = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.sharded_state_dict()}
+        save_directory(parts, {}, folder / name, host_collectives())
+        trainee.model.close()
+
+
+def load_each(folder: Path, form: str) -> dict[str, Outcome]:
+    """Every reader trains on from what every writer of as many experts saved."""
+    found = {}
+    for reader, case in WRITERS.items():
+        for writer in (name for name, other in WRITERS.items() if other.num_experts == case.num_experts):
+            trainee = Trainee.make(case)
+            with torch.no_grad():
+                for param in trainee.module.parameters():
+                    param.fill_(7.0)
+            if form == "file":
+                saved = torch.load(folder / f"{writer}.pt", weights_only=True)
+                for name, param in trainee.module.named_parameters():
+                    value = saved["weights"][name]
+                    if hasattr(param, "placements"):
+                        value = distribute_tensor(value, param.device_mesh, [Shard(0)])
+                    param.detach().copy_(value)
+                trainee.optimizer.load_state_dict(saved["optimizer"])
+            else:
+                opened = OpenDirectory(folder / writer)
+                trainee.module.load_state_dict(opened.read_weights("model", trainee.module))
+                trainee.optimizer.load_sharded(folder / writer)
+            norms = trainee.train(range(3, 6))
+            found[f"{writer} to {reader}"] = trainee.outcome(norms)
+            trainee.model.close()
+    return found
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_a_checkpoint_of_any_division_of_experts_is_read_by_any_other(tmp_path: Path, form: str) -> None:
+    run_processes(RANKS, save_each, tmp_path)
+    ranks = run_processes(RANKS, load_each, tmp_path, form)
+    for pair in ranks[0]:
+        case = WRITERS[pair.split(" to ")[1]]
+        expected = train_alone(Case(case.ep, num_experts=case.num_experts, optimizer="adamw"), RANKS)
+        expected.norms = expected.norms[3:]
+        assert_equal([by_pair[pair] for by_pair in ranks], expected, 2e-6)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refuse_each() -> dict[str, str]:
+    module = make_module(Case(2))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    said = {}
+
+    def attempt(name: str, mesh: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match="expert_mesh") as raised:
+            DistributedDataParallel(module, DistributedDataParallelConfig(**options), expert_mesh=mesh)
+        said[name] = str(raised.value)
+
+    attempt("one dimension", other["b"])
+    attempt("promise", other, find_unused_parameters=False)
+    attempt("instances", expert_mesh(4), num_distributed_optimizer_instances=2)
+    attempt(
+        "no buffers", other, use_distributed_optimizer=False, use_contiguous_buffers=False, overlap_grad_reduce=False
+    )
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(other["a"])
+    attempt("another dimension", other)
+    return said
+
+
+def test_what_does_not_go_together_is_refused_by_name() -> None:
+    for said in run_processes(RANKS, refuse_each):
+        assert "two dimensions with names are expected" in said["one dimension"]
+        assert "a multiple of the 4 ranks that experts are divided over" in said["instances"]
+        assert "Leave both out with expert_mesh" in said["promise"]
+        assert "use_contiguous_buffers=False is not supported with expert_mesh" in said["no buffers"]
+        assert "'layers.0.up' is a DTensor" in said["another dimension"]
