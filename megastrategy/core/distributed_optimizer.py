@@ -49,6 +49,7 @@ from .optimizer import (
     check_main_params,
     check_optimizer,
     forwarding_members,
+    gather_from,
     load_with_hooks,
     norm_of_grads,
     not_shardable,
@@ -419,7 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # By number: one rank's call for the first of two optimizers must not meet another's for the second.
         which = f" (number {self._number})" if self._number > 1 else ""
         engine.collectives.require_all_ranks(f"{what} of a sharded optimizer{which}")
-        return shard_set.gather()
+        return gather_from(engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.

@@ -37,7 +37,7 @@ class Domain:
 
     @property
     def repeat_factor(self) -> float:
-        """What a reduced gradient is multiplied by before it is reduced again, so that it stays what it is.
+        """The factor for a reduced gradient that is reduced again, so that it does not change.
 
         The sum over the ranks that have it is divided by the number of all data-parallel ranks.
         """

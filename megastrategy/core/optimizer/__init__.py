@@ -8,7 +8,7 @@ from .nested_optimizers import take_back
 from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
-from .shard_set import ShardSet
+from .shard_set import ShardSet, gather_from
 from .sharded_optimizer import ShardedOptimizer
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
 from .step_hooks import may_see_shards
@@ -25,6 +25,7 @@ __all__ = [
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",
+    "gather_from",
     "join_norm",
     "load_with_hooks",
     "may_see_shards",

@@ -141,12 +141,6 @@ class ShardSet(ShardHolder):
         """The ranks that share out elements; None where every rank has all of them."""
         return self.engine.shard_collectives if self.sharded else None
 
-    def gather(self, *, everywhere: bool = False) -> Gather:
-        """Returns a way for the owners' parts to come together."""
-        engine, owners = self.engine, self.engine.shard_collectives
-        is_root = engine.model_parallel.saves_parts(engine.collectives)
-        return Gather(owners, engine.ranks_of, engine.device, is_root=is_root, everywhere=everywhere)
-
     def names_by_id(self) -> dict[int, str]:
         """Returns names by ``id``: of all the model's parameters, frozen ones too, and of extra parameters."""
         return {id(param): name for name, param in self.engine.named_params().items()} | self.extra_params.names_by_id()
@@ -381,8 +375,8 @@ class ShardSet(ShardHolder):
             else:
                 what = f"the first use of a sharded {type(inner).__name__} after close()"
                 engine.collectives.require_all_ranks(what)
-                saved = self.full_state(self.gather(everywhere=True))
-                main_params = self.full_main_params(self.gather())
+                saved = self.full_state(gather_from(engine, everywhere=True))
+                main_params = self.full_main_params(gather_from(engine))
             load_as_torchs(inner, saved, engine.local_parts)
             self.pending_main_params |= main_params
             self.is_given_back, self.sharded = True, False
@@ -450,3 +444,10 @@ class ShardSet(ShardHolder):
                 state[self.shards[index].main] = kept
         self._kept_whole = {}
         self.states.keep_loaded(self.shards[index] for index in contents)
+
+
+def gather_from(engine: Engine, *, everywhere: bool = False) -> Gather:
+    """Returns the way in which owners' shards come to the ranks that save them, or ``everywhere``."""
+    is_root = engine.model_parallel.saves_parts(engine.collectives)
+    owners = engine.shard_collectives
+    return Gather(owners, engine.ranks_of, engine.device, is_root=is_root, everywhere=everywhere)
