@@ -1,4 +1,4 @@
-"""Transformers' mixtures of experts whose experts are divided over the tensor ranks, beside one process."""
+"""Transformers' mixtures of experts, divided over tensor ranks or over data-parallel ranks, beside one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tensor_parallel import whole
 
 transformers = pytest.importorskip("transformers")
 
-DP, TP, STEPS = 2, 2, 6
+RANKS, EP, STEPS = 4, 2, 6
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -31,12 +31,15 @@ KINDS = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 CASES = [
-    ("Qwen3Moe", "all_reduce", True),
-    ("Qwen3Moe", "all_to_all", True),
-    ("Qwen3Moe", "all_to_all", False),
-    ("Mixtral", "all_to_all", True),
+    ("Qwen3Moe", "all_reduce", True, "tensor"),
+    ("Qwen3Moe", "all_to_all", True, "tensor"),
+    ("Qwen3Moe", "all_to_all", False, "tensor"),
+    ("Mixtral", "all_to_all", True, "tensor"),
+    ("Qwen3Moe", "all_to_all", True, "data-parallel"),
+    ("Qwen3Moe", "all_to_all", False, "data-parallel"),
+    ("Mixtral", "all_to_all", True, "data-parallel"),
 ]
-"""The model, how Transformers exchanges tokens, and whether the optimizer is sharded."""
+"""The model, how Transformers exchanges tokens, whether the optimizer is sharded, and the ranks that divide experts."""
 
 
 def make_net(kind: str) -> nn.Module:
@@ -50,7 +53,7 @@ def batch(dp_rank: int, step: int) -> Tensor:
     return torch.randint(SIZES["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(10 * step + dp_rank))
 
 
-def divide_experts(net: Any, mesh: DeviceMesh, exchange: str) -> None:
+def divide_experts(net: Any, expert_mesh: DeviceMesh, tensor_mesh: DeviceMesh, exchange: str) -> None:
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     style = net.config.base_model_ep_plan
@@ -60,19 +63,26 @@ def divide_experts(net: Any, mesh: DeviceMesh, exchange: str) -> None:
         for pattern in style
         if name.startswith("model.") and without_numbers(name.removeprefix("model.")) == pattern
     }
-    apply_expert_parallelism(net, mesh, mesh, plan, ep_implementation=exchange)
+    apply_expert_parallelism(net, expert_mesh, tensor_mesh, plan, ep_implementation=exchange)
 
 
 def without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def train(mesh: DeviceMesh, kind: str, exchange: str, sharded: bool) -> tuple[dict[str, Tensor], list[float], Any, int]:
+def train(kind: str, exchange: str, sharded: bool, over: str) -> tuple[dict[str, Tensor], list[float], Any, int]:
     """Weights and norms, the state that is saved, and the elements of experts that are on this rank."""
     net = make_net(kind)
-    divide_experts(net, mesh["tp"], exchange)
     config = DistributedDataParallelConfig(bucket_size=5000, use_distributed_optimizer=sharded)
-    model = DistributedDataParallel(net, config, process_group=mesh.get_group("dp"))
+    tp = EP if over == "tensor" else 1
+    mesh = init_device_mesh("cpu", (RANKS // tp, tp), mesh_dim_names=("dp", "tp"))
+    if over == "tensor":
+        divide_experts(net, mesh["tp"], mesh["tp"], exchange)
+        model = DistributedDataParallel(net, config, process_group=mesh.get_group("dp"))
+    else:
+        experts = init_device_mesh("cpu", (RANKS // EP, EP), mesh_dim_names=("edp", "ep"))
+        divide_experts(net, experts["ep"], mesh["tp"], exchange)
+        model = DistributedDataParallel(net, config, expert_mesh=experts)
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), model)
     norms = []
     for step in range(STEPS):
@@ -91,18 +101,17 @@ def train(mesh: DeviceMesh, kind: str, exchange: str, sharded: bool) -> tuple[di
 
 def on_ranks() -> dict[Any, Any]:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
-    return {case: train(mesh, *case) for case in CASES}
+    return {case: train(*case) for case in CASES}
 
 
-def train_alone(kind: str) -> tuple[dict[str, Tensor], list[float], Any, int]:
+def train_alone(kind: str, dp: int) -> tuple[dict[str, Tensor], list[float], Any, int]:
     net = make_net(kind)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     norms = []
     for step in range(STEPS):
-        for dp_rank in range(DP):
+        for dp_rank in range(dp):
             tokens = batch(dp_rank, step)
-            (net(input_ids=tokens, labels=tokens).loss / DP).backward()
+            (net(input_ids=tokens, labels=tokens).loss / dp).backward()
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
         optimizer.step()
         optimizer.zero_grad()
@@ -113,15 +122,17 @@ def train_alone(kind: str) -> tuple[dict[str, Tensor], list[float], Any, int]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[Any, Any]]:
-    return run_processes(DP * TP, on_ranks)
+    return run_processes(RANKS, on_ranks)
 
 
-@pytest.mark.parametrize(("kind", "exchange", "sharded"), CASES)
-def test_they_train_as_in_one_process(ranks: list[dict[Any, Any]], kind: str, exchange: str, sharded: bool) -> None:
-    weights, norms, state, experts = train_alone(kind)
+@pytest.mark.parametrize(("kind", "exchange", "sharded", "over"), CASES)
+def test_they_train_as_in_one_process(
+    ranks: list[dict[Any, Any]], kind: str, exchange: str, sharded: bool, over: str
+) -> None:
+    weights, norms, state, experts = train_alone(kind, RANKS // EP if over == "tensor" else RANKS)
     for rank, by_case in enumerate(ranks):
-        found, found_norms, found_state, held = by_case[kind, exchange, sharded]
-        assert held == experts // TP
+        found, found_norms, found_state, held = by_case[kind, exchange, sharded, over]
+        assert held == experts // EP
         assert found_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
         if rank == 0:
