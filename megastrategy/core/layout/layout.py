@@ -229,7 +229,7 @@ class BufferLayout:
 
     @property
     def domains(self) -> list[Domain]:
-        """Those of all buckets, and that of all ranks first."""
+        """The domains of all buckets, that of all ranks first."""
         return list(dict.fromkeys((self.domain, *(bucket.domain for bucket in self.buckets))))
 
     @property
