@@ -87,7 +87,7 @@ def _divide(
     group: ProcessGroup, members: Sequence[int], place: int, size: int, device: torch.device
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Returns new groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances.
-    They have the backend and the timeout of ``group``, which is the engine's own."""
+    They have the backend and the timeout of ``group``, which is the engine's own. ``place``: among ``members``."""
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
         raise ValueError(
             "num_distributed_optimizer_instances and expert_mesh need groups over parts of the ranks, and "
