@@ -194,7 +194,7 @@ def describe_setup(
 def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     lines = []
     if any(buffer.keeps_low_bits for buffer in layout.buffers):
-        lines.append("  main params of bfloat16 weights are stored as the bits that the weights lack, 17 an element")
+        lines.append("  main params of bfloat16 weights are stored as the 17 bits per element that the weights lack")
     if layout.state_dtype is not None:
         lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
     if layout.offloads_state:

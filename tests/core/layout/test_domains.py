@@ -1,0 +1,65 @@
+"""Layouts in which experts are held by a part of the data-parallel ranks: owners, and bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core import memory_use
+from megastrategy.core.layout import BufferLayout, Domain, ParamSpec, build_layout
+from megastrategy.core.layout.memory import sent_bytes
+
+DP, DENSE, EXPERTS, NUM_EXPERTS = 8, 64 * 1024, 8 * 64 * 1024, 8
+
+
+def layout_of(ep: int, **options: object) -> BufferLayout:
+    """A dense parameter, and a stack of experts of which each rank has ``NUM_EXPERTS / ep``; both divide evenly."""
+    config = DistributedDataParallelConfig(bucket_size=10**9, **options)  # type: ignore[arg-type] # fields by name
+    every = build_layout([], config, DP).domain
+    groups = tuple(tuple(range(place, DP, ep)) for place in range(ep))
+    experts = Domain(groups, every.num_shards // ep)
+    dtypes = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    specs = [
+        ParamSpec(name="dense", shape=(DENSE,), stride=(1,), **dtypes),
+        ParamSpec(name="experts", shape=(EXPERTS // ep,), stride=(1,), domain=experts, **dtypes),
+    ]
+    return build_layout(specs, config, DP)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_bytes_of_experts_fall_with_the_ranks_that_divide_them(ep: int) -> None:
+    """bf16 weights, fp32 gradients, Adam: the formulas of docs/experts.md, to the byte."""
+    layout, edp = layout_of(ep), DP // ep
+    for dp_rank in range(DP):
+        use = memory_use(layout, dp_rank, 2)
+        assert use.param_bytes + use.grad_bytes == 6 * (DENSE + EXPERTS // ep)
+        assert use.state_bytes == 12 * (DENSE + EXPERTS) // DP
+    of_dense = (4 + 2) * DENSE * (DP - 1) // DP
+    assert sent_bytes(layout) - of_dense == (4 + 2) * (EXPERTS // ep) * (edp - 1) // edp
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_every_element_of_an_expert_has_one_owner_in_each_instance(ep: int, instances: int) -> None:
+    layout = layout_of(ep, num_distributed_optimizer_instances=instances)
+    slot = layout.slots[1]
+    for part in range(ep):
+        group = range(part, DP, ep)
+        owned = sorted(span for rank in group if (span := layout.owned_range(1, rank)) is not None)
+        assert len(owned) == len(group)
+        assert len(set(owned)) == len(group) // instances
+        distinct = sorted(set(owned))
+        assert (distinct[0][0], distinct[-1][1]) == (slot.start, slot.end)
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(distinct))
+
+
+@pytest.mark.parametrize(("ep", "sharded", "factor"), [(1, True, 8), (2, True, 8), (2, False, 2), (1, False, 1)])
+def test_a_mean_that_is_reduced_again_stays_what_it_is(ep: int, sharded: bool, factor: int) -> None:
+    every = build_layout([], DistributedDataParallelConfig(use_distributed_optimizer=sharded), DP).domain
+    groups = tuple(tuple(range(place, DP, ep)) for place in range(ep))
+    domain = Domain(groups, max(1, every.num_shards // ep))
+    assert domain.repeat_factor == factor
+    assert domain.repeat_factor * domain.num_instances / DP == 1.0, "the sum over those that have it, by all ranks"
