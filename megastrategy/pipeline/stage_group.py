@@ -106,7 +106,6 @@ class StageGroup(ModelGroup):
         group = self._staged.stage_group
         assert group is not None, "there are other stages"
         self.ranks = self._connected(private_group(group, device), group)
-        self.state = StageState(self.ranks, self.name_in_model, self._layer_of)
         params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
             holders = tuple(copies.names)
@@ -121,6 +120,12 @@ class StageGroup(ModelGroup):
                 self._own_copies[id(param)] = ranks
                 if not ranks.is_rank_zero:
                     self._counted_elsewhere.add(id(param))
+
+    @property
+    def state(self) -> StageState | None:  # type: ignore[override] # an attribute of the base
+        """Joins saved state; None before :meth:`connect`."""
+        # Made anew: an attribute whose methods are bound here would keep a dropped pipeline until garbage is collected.
+        return None if self.ranks is None else StageState(self.ranks, self.name_in_model, self._layer_of)
 
     def _layer_of(self, name: str) -> int:
         return self._staged.layer_of(name.removeprefix(self._prefix))

@@ -89,8 +89,10 @@ def _divide(
     """Returns new groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances.
     They have the backend and the timeout of ``group``, which is the engine's own. ``place``: among ``members``."""
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
+        is_of_all = len(members) == group.size()
+        option = f"num_distributed_optimizer_instances={group.size() // size}" if is_of_all else "expert_mesh"
         raise ValueError(
-            "num_distributed_optimizer_instances and expert_mesh need groups over parts of the ranks, and "
+            f"{option} needs groups over parts of the ranks, and "
             "torch.distributed does not know the process group that was passed, which was made by hand: pass one of "
             "torch.distributed.new_group, or none for all ranks"
         )

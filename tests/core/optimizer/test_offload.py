@@ -214,16 +214,16 @@ def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(mon
             ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
             ours.train(range(2))
             shard_set, engine = ours.optimizer._impl.shard_set, ours.model.engine
-            take = shard_set.take
+            adopt = shard_set.adopt
 
-            def take_from_host(contents: Contents) -> None:
+            def adopt_from_host(contents: Contents) -> None:
                 parts = [v for values in contents.values() for name, v in values.items() if name.startswith("exp_avg")]
                 assert all(map(memories.is_on_host, parts))
                 assert not any(memories.is_on_host(values[MAIN_PARAM]) for values in contents.values())
                 taken.extend(parts)
-                take(contents)
+                adopt(contents)
 
-            monkeypatch.setattr(shard_set, "take", take_from_host)
+            monkeypatch.setattr(shard_set, "adopt", adopt_from_host)
             assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, range(4)))
             ours.model.close()
 
