@@ -1,4 +1,4 @@
-"""Loads torch's own full-shaped format of an optimizer's state into shards; gathered_state makes it."""
+"""Loads torch's own full-shaped format of an optimizer's state into shards; ``shards.gathered_state`` makes it."""
 
 from __future__ import annotations
 
