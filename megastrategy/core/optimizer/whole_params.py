@@ -2,7 +2,7 @@
 
 [Note: whole parameters]
 Gradients are reduce-scattered flat while backward runs, as all others are. In the step every rank sends its parts to
-the owners (``layout.owners``), bucket by bucket in the order of the step, and all of it at once: an owner that has nothing
+the owners (layout), bucket by bucket in the order of the step, and all of it at once: an owner that has nothing
 in a bucket does not wait for the others. The user's optimizer steps the parameter on its owner, in its shape, in the
 memory that the model reads; a 16-bit one has an fp32 main param there. The gather then sends each rank what the others
 stepped, shards and whole parameters alike (:meth:`.Collectives.gather_spans`). Bytes sent by a rank in a step, for an
