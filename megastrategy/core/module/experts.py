@@ -73,7 +73,8 @@ class ExpertGroup(ModelGroup):
             raise ValueError("use_contiguous_buffers=False is not supported with expert_mesh: leave it out")
         numbers = {rank: number for number, rank in enumerate(dp_ranks)}
         groups = tuple(tuple(sorted(numbers[rank] for rank in ranks)) for ranks in mesh.mesh.T.tolist())
-        self._first_of_each = [numbers[rank] for rank in mesh.mesh[0].tolist()]
+        rows = [[numbers[rank] for rank in ranks] for ranks in mesh.mesh.tolist()]
+        self._saving = next(row for row in rows if 0 in row)  # rank 0 gets the parts of its own expert group
         every = domain_of_all(config, len(dp_ranks))
         self._domain, self._is_sharded = _divided(every, groups), every.num_shards > 1
 
@@ -92,7 +93,7 @@ class ExpertGroup(ModelGroup):
         """Nothing: each rank has a batch of its own."""
 
     def saves_parts(self, collectives: Collectives) -> bool:
-        return collectives.rank in self._first_of_each
+        return collectives.rank in self._saving
 
     def check(self, module: nn.Module) -> None:
         for name, param in dtensors_of(module).items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
+from ..engine import Engine
 from ..sync import count_zeros, norms_over_owners, total_grad_norm
 from .shard_set import ShardSet
 
@@ -78,9 +79,14 @@ def _owned_weights(shard_set: ShardSet) -> list[Tensor]:
         if shard_set.sharded and (index := shard_set.sharded_index(param)) is not None:
             shard = shard_set.shards.get(index)
             owned += [] if shard is None else [shard.main if shard.weights is None else shard.weights]
-        elif not shard_set.sharded or engine.shard_collectives.rank == 0:  # every data-parallel rank has all of it
+        elif not shard_set.sharded or _ranks_with(engine, param).rank == 0:  # each of these ranks has all of it
             owned.append(engine.local_parts.local_view(param).detach())
     return owned
+
+
+def _ranks_with(engine: Engine, param: Tensor) -> Collectives:
+    """The ranks that share out a parameter's elements if it is trainable; frozen, each has all that is on this one."""
+    return engine.ranks_of(engine.model_parallel.domain_of(param) or engine.layout.domain)
 
 
 def _counted(shard_set: ShardSet, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, host_collectives
 from megastrategy.errors import NonFiniteGradError, ReplicaMismatchError
@@ -168,8 +168,6 @@ def unfreeze_late() -> Outcome:
         layer.divide(mesh["ep"])
     module.layers[0].requires_grad_(False)
     model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
-    from megastrategy import DistributedOptimizer
-
     trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
     norms = trainee.train(range(2))
     if dist.get_rank() >= 2:  # the first rank of each group has the values
@@ -195,6 +193,25 @@ def test_experts_that_are_unfrozen_later_train_as_in_one_process() -> None:
     weights = {name: param.detach() for name, param in module.named_parameters()}
     expected = Outcome(weights, norms, optimizer.state_dict()["state"])
     assert_equal(run_processes(RANKS, unfreeze_late), expected, 2e-6)
+
+
+def norm_of_weights(options: tuple[tuple[str, Any], ...]) -> float:
+    case, mesh, module = Case(2, num_experts=5, options=options), expert_mesh(2), make_module(Case(2, num_experts=5))
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(mesh["ep"])
+    module.layers[0].requires_grad_(False)
+    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
+    norm = float(DistributedOptimizer(case.make_optimizer(module.parameters()), model).param_norm())
+    model.close()
+    return norm
+
+
+@pytest.mark.parametrize("options", [(), ALL_REDUCE, (("num_distributed_optimizer_instances", 2),)], ids=str)
+def test_frozen_experts_of_all_ranks_count_once_in_the_norm_of_weights(options: tuple[tuple[str, Any], ...]) -> None:
+    weights = [param.detach().flatten() for param in make_module(Case(2, num_experts=5)).parameters()]
+    expected = float(torch.linalg.vector_norm(torch.cat(weights)))
+    assert run_processes(RANKS, norm_of_weights, options) == pytest.approx([expected] * RANKS, rel=1e-5)
 
 
 def part_weights() -> tuple[str, str]:
@@ -283,6 +300,28 @@ def test_a_checkpoint_of_any_division_of_experts_is_read_by_any_other(tmp_path: 
         expected = train_alone(Case(case.ep, num_experts=case.num_experts, optimizer="adamw"), RANKS)
         expected.norms = expected.norms[3:]
         assert_equal([by_pair[pair] for by_pair in ranks], expected, 2e-6)
+
+
+def save_on_last_row() -> dict[Any, Any]:
+    """Rank 0 is not in the mesh's first row."""
+    case, module = Case(2, optimizer="adamw"), make_module(Case(2))
+    mesh = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("edp", "ep"))
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(mesh["ep"])
+    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
+    trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
+    trainee.train(range(2))
+    state: dict[Any, Any] = trainee.optimizer.state_dict()["state"]
+    model.close()
+    return state
+
+
+def test_rank_0_saves_the_whole_state_from_any_row_of_the_mesh() -> None:
+    states = run_processes(RANKS, save_on_last_row)
+    expected = train_alone(Case(2, optimizer="adamw", steps=2), RANKS).state
+    torch.testing.assert_close(states[0], expected, rtol=0.0, atol=4e-5)
+    assert states[1:] == [{}] * 3
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
