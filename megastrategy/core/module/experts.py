@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from ..collectives import Collectives, private_group, ranks_of
@@ -49,6 +49,7 @@ class ExpertGroup(ModelGroup):
     """
 
     rank_name = "expert rank"
+    kind_of_parts = "a stack of experts that ranks divide"
 
     def __init__(
         self, mesh: DeviceMesh, process_group: ProcessGroup | None, config: DistributedDataParallelConfig
@@ -96,6 +97,12 @@ class ExpertGroup(ModelGroup):
         return collectives.rank in self._saving
 
     def check(self, module: nn.Module) -> None:
+        for name, buffer in module.named_buffers():
+            if isinstance(buffer, DTensor):
+                raise ValueError(
+                    f"buffer {name!r} is a DTensor, and buffers become rank 0's before each forward. Register it as a "
+                    "plain tensor with a value for each expert of the model, the same on all ranks"
+                )
         for name, param in dtensors_of(module).items():
             if param.device_mesh != self._mesh or type(param.placements[0]) is not Shard:
                 raise ValueError(

@@ -75,6 +75,7 @@ class ModelGroup:
         rank_name: what error messages call a rank of the group.
         ranks: None before :meth:`connect`, and if this rank is the only one.
         part_ranks: the ranks that have the other parts of this rank's parameters, which a file joins.
+        kind_of_parts: how error messages describe a parameter of which each rank has a part; empty if none is.
         has_one_batch: whether the ranks get one batch.
         state: joins saved state, from :meth:`connect` on, if the ranks have other parameters of the model, in layouts
             of their own; None if they have parts of the same parameters, in one layout.
@@ -84,6 +85,7 @@ class ModelGroup:
     rank_name = "rank"
     ranks: Collectives | None = None
     part_ranks: Collectives | None = None
+    kind_of_parts = ""
     has_one_batch = False
     state: GroupState | None = None
     names_elsewhere: Collection[str] = ()
@@ -206,6 +208,11 @@ class ModelParallel:
     def names_elsewhere(self) -> frozenset[str]:
         """The names of parameters and buffers that only other ranks have."""
         return frozenset().union(*(group.names_elsewhere for group in self.groups))
+
+    @property
+    def kind_of_parts(self) -> str:
+        """The words of error messages for a parameter of which each rank has a part."""
+        return next((group.kind_of_parts for group in self.groups if group.kind_of_parts), "divided")
 
     def domain_of(self, param: Tensor) -> Domain | None:
         """Returns the data-parallel ranks that hold the same elements of a parameter; None for all."""

@@ -133,6 +133,7 @@ class TensorGroup(ModelGroup):
     """
 
     rank_name = "tensor rank"
+    kind_of_parts = "tensor-parallel"
     has_one_batch = True
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:

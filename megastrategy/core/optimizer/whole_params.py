@@ -117,9 +117,9 @@ class WholeParams:
             if engine.local_parts.is_cut(engine.params[index]):
                 raise OptimizerNotShardableError(
                     f"{kind} updates parameters as wholes, and parameter {engine.layout.params[index].name!r} is "
-                    "tensor-parallel: each rank has a part of it, and none all. Give tensor-parallel parameters a "
-                    "group or an optimizer that updates every element by itself (AdamW, SGD), or leave the parameter "
-                    "out of the plan of parallelize_module"
+                    f"{engine.model_parallel.kind_of_parts}: each rank has a part of it, and none all. Give such "
+                    "parameters a group or an optimizer that updates every element by itself (AdamW, SGD), or leave "
+                    "the parameter undivided"
                 )
 
     def check_groups(self, optimizer: Optimizer, sharded_index: Callable[[Tensor], int | None]) -> None:

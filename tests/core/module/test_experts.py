@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, host_collectives
-from megastrategy.errors import NonFiniteGradError, ReplicaMismatchError
+from megastrategy.errors import NonFiniteGradError, OptimizerNotShardableError, ReplicaMismatchError
 from tests.support.experts import (
     Case,
     Experts,
@@ -347,6 +347,17 @@ def refuse_each() -> dict[str, str]:
         assert isinstance(layer, Experts)
         layer.divide(other["a"])
     attempt("another dimension", other)
+    counters = distribute_tensor(torch.zeros(4), other["b"], [Shard(0)])
+    divided = make_module(Case(2))
+    divided.layers[0].register_buffer("counters", counters)
+    with pytest.raises(ValueError, match="buffer") as raised:
+        DistributedDataParallel(divided, expert_mesh=other)
+    said["buffer"] = str(raised.value)
+    trainee = Trainee.make(Case(2))
+    with pytest.raises(OptimizerNotShardableError) as refused:
+        DistributedOptimizer(torch.optim.Adafactor(trainee.module.parameters()), trainee.model)
+    said["Adafactor"] = str(refused.value)
+    trainee.model.close()
     return said
 
 
@@ -357,3 +368,5 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
         assert "Leave both out with expert_mesh" in said["promise"]
         assert "use_contiguous_buffers=False is not supported with expert_mesh" in said["no buffers"]
         assert "'layers.0.up' is a DTensor" in said["another dimension"]
+        assert "buffer 'layers.0.counters' is a DTensor" in said["buffer"]
+        assert "is a stack of experts that ranks divide: each rank has a part of it" in said["Adafactor"]
