@@ -89,7 +89,7 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
 
 PAGE = """# What the tests see
 
-Each fault of [the catalogue](../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the tests
+Each fault of [the catalogue](../../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the tests
 that it names were run, until the first failed:
 
 ```bash
