@@ -89,8 +89,8 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
 
 PAGE = """# What the tests see
 
-Each fault of [the catalogue](../../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the tests
-that it names were run, until the first failed:
+Each fault of [the catalogue](../../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the
+tests that it names were run, until the first failed:
 
 ```bash
 .venv/bin/python -m tests.breakages
