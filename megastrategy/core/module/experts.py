@@ -11,7 +11,6 @@ join theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import Parameter
 
-from ..collectives import Collectives, private_group, ranks_of
+from ..collectives import Collectives, ranks_of
 from ..config import DistributedDataParallelConfig
 from ..layout import Domain, domain_of_all
 from .local_parts import dtensors_of
-from .model_parallel import ModelGroup
-from .tensor_parallel import DTensorParts
+from .tensor_parallel import PartsGroup
 
 _WAY_OUT = (
     'Make it as init_device_mesh(device_type, (dp // ep, ep), mesh_dim_names=("edp", "ep")) and distribute experts '
@@ -34,15 +31,12 @@ _WAY_OUT = (
 )
 
 
-class ExpertGroup(ModelGroup):
+class ExpertGroup(PartsGroup):
     """The ranks that have different experts of the same layers.
 
     Args:
         mesh: of two dimensions: ranks with the same experts, and ranks with different ones.
         process_group: the data-parallel ranks; None for all.
-
-    Attributes:
-        parts: this rank's experts.
 
     Raises:
         ValueError: if the mesh is not of the data-parallel ranks.
@@ -54,11 +48,9 @@ class ExpertGroup(ModelGroup):
     def __init__(
         self, mesh: DeviceMesh, process_group: ProcessGroup | None, config: DistributedDataParallelConfig
     ) -> None:
-        super().__init__()
-        self.parts = DTensorParts()
         if mesh.ndim != 2 or mesh.mesh_dim_names is None:
             raise ValueError(f"expert_mesh is {mesh}: two dimensions with names are expected. {_WAY_OUT}")
-        self._mesh: DeviceMesh = mesh[mesh.mesh_dim_names[1]]
+        super().__init__(mesh[mesh.mesh_dim_names[1]])
         dp_ranks, mesh_ranks = list(ranks_of(process_group)), mesh.mesh.flatten().tolist()
         if sorted(dp_ranks) != sorted(mesh_ranks):
             raise ValueError(
@@ -84,11 +76,8 @@ class ExpertGroup(ModelGroup):
 
     def connect(self, device: torch.device) -> None:
         super().connect(device)
-        if self._mesh.size() > 1:
-            group = self._mesh.get_group()
-            self.part_ranks = self._connected(private_group(group, device), group)
-            if not self._is_sharded:  # otherwise each element has one owner among all data-parallel ranks
-                self.ranks = self.part_ranks
+        if not self._is_sharded:  # otherwise each element has one owner among all data-parallel ranks
+            self.ranks = self.part_ranks
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Nothing: each rank has a batch of its own."""
@@ -110,12 +99,6 @@ class ExpertGroup(ModelGroup):
                     f"{' x '.join(map(str, param.device_mesh.shape))}). With expert_mesh only experts are: tensor "
                     f"parallelism beside it is not supported. {_WAY_OUT}"
                 )
-
-    def is_counted_here(self, param: Tensor) -> bool:
-        return self.ranks is None or self.ranks.is_rank_zero or self.parts.is_cut(param)
-
-    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        return {name: name for name, param in named.items() if not self.parts.is_cut(param)}
 
     def replica_name(self, name: str, param: Tensor) -> str:
         """Returns the name under which ranks compare their values: expert ranks have different ones."""

@@ -120,16 +120,37 @@ class DTensorParts(LocalParts):
         return cut
 
 
-class TensorGroup(ModelGroup):
+class PartsGroup(ModelGroup):
+    """The ranks of one mesh dimension, which have parts of the same parameters: tensor ranks, or expert ranks.
+
+    Attributes:
+        parts: this rank's parts of the parameters.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.parts, self._mesh = DTensorParts(), mesh
+
+    def connect(self, device: torch.device) -> None:
+        super().connect(device)
+        if self._mesh.size() > 1:
+            group = self._mesh.get_group()
+            self.part_ranks = self._connected(private_group(group, device), group)
+
+    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        return {name: name for name, param in named.items() if not self.parts.is_cut(param)}
+
+    def is_counted_here(self, param: Tensor) -> bool:
+        return self.ranks is None or self.ranks.is_rank_zero or self.parts.is_cut(param)
+
+
+class TensorGroup(PartsGroup):
     """The ranks that have parts of the same parameters.
 
     Args:
         module: a module that is parallelised already.
         process_group: the data-parallel ranks; None for all.
         mesh: the tensor ranks, in one dimension; None for the mesh of the module's DTensors.
-
-    Attributes:
-        parts: this rank's parts of the parameters.
     """
 
     rank_name = "tensor rank"
@@ -137,17 +158,12 @@ class TensorGroup(ModelGroup):
     has_one_batch = True
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        self.parts = DTensorParts()
+        super().__init__(mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh)
         self._dp_ranks, self._looked_for_ties = ranks_of(process_group), False
-        self._mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
 
     def connect(self, device: torch.device) -> None:
         super().connect(device)
-        if self._mesh.size() > 1:
-            group = self._mesh.get_group()
-            self.ranks = self.part_ranks = self._connected(private_group(group, device), group)
-            self.parts.tensor_ranks = self.ranks
+        self.ranks = self.parts.tensor_ranks = self.part_ranks
 
     def check(self, module: nn.Module) -> None:
         """Raises ValueError for a module that ``fully_shard`` has wrapped, and for a parameter that is not cut over one
@@ -193,12 +209,6 @@ class TensorGroup(ModelGroup):
                 "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
                 "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
             )
-
-    def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        return {name: name for name, param in named.items() if not self.parts.is_cut(param)}
-
-    def is_counted_here(self, param: Tensor) -> bool:
-        return self.ranks is None or self.ranks.is_rank_zero or self.parts.is_cut(param)
 
     def broadcast_common(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
         if self.ranks is not None:
