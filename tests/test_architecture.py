@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "errors": {"core"},
     "events": {"core"},
     "_param_groups": set(),
+    "_expert_mesh": {"core"},
     "_versions": set(),
     "_verdicts": set(),
     "data": set(),
@@ -38,6 +39,7 @@ MAY_IMPORT = {
     "pipeline": {"core", "errors", "tools.plan.cards", "tools.plan.partitions"},
     "_lightning": {
         "core",
+        "_expert_mesh",
         "_faults",
         "_checkpoints",
         "_prepared_models",
@@ -51,7 +53,16 @@ MAY_IMPORT = {
     "fabric": {"_lightning", "_checkpoints", "_versions"},
     "lightning_fabric": {"_lightning", "_checkpoints", "_versions"},
     "ray": {"lightning", "pytorch_lightning", "_checkpoints", "_versions"},
-    "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions", "data"},
+    "accelerate": {
+        "core",
+        "_expert_mesh",
+        "_faults",
+        "_checkpoints",
+        "_prepared_models",
+        "_whole_optimizers",
+        "_versions",
+        "data",
+    },
     "launch": {"accelerate"},
     "__main__": {"tools"},
     "tools": {
@@ -327,8 +338,8 @@ def test_files_and_functions_are_short(folder: str) -> None:
 
 MAX_PUBLIC_METHODS, MAX_ATTRIBUTES = 30, 20
 LARGE_CLASSES = {
-    "TrainerStrategy": (35, 20, "Lightning's interface of a strategy has as many methods"),
-    "MegatronDDPStrategy": (35, 20, "a TrainerStrategy"),
+    "TrainerStrategy": (36, 20, "Lightning's interface of a strategy has as many methods"),
+    "MegatronDDPStrategy": (36, 20, "a TrainerStrategy"),
     "Engine": (31, 26, "it makes all parts of a wrapped model, and other folders reach them through it"),
     "Reducer": (30, 29, "the phases of a backward share its state"),
     "Pipeline": (30, 21, "the schedule's sizes and groups"),

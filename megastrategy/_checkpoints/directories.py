@@ -43,13 +43,14 @@ StateDictType = Literal["full", "sharded"]
 """The form of a checkpoint: one file, as "ddp" writes it, or a directory into which every rank writes its part."""
 
 
-def check_state_dict_type(value: str) -> None:
-    """Raises ValueError unless the value is a StateDictType."""
+def check_state_dict_type(value: StateDictType) -> StateDictType:
+    """Returns the value. Raises ValueError unless it is a StateDictType."""
     if value not in get_args(StateDictType):
         raise ValueError(
             f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
             "that every rank writes its part of)"
         )
+    return value
 
 
 def refuse_storage_options(options: Any) -> None:

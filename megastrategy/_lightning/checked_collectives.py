@@ -165,7 +165,7 @@ class CheckedCollectives:
         other ranks have come to the same save.
         """
         strategy = self._strategy
-        if strategy.device_mesh is not None and self.is_interrupted:
+        if strategy._mesh.shares_model and self.is_interrupted:
             return "ranks share the model, and the parts of others are out of reach"
         if (gather := self.after_exception()) is None:
             return ""

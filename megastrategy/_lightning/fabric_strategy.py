@@ -95,6 +95,8 @@ class FabricStrategy(_Base):
         process_group_backend, timeout, start_method: as there. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of. Either is loaded.
+        tensor_parallel_size: ranks that share what ``parallelize_fn`` cuts over ``device_mesh["tensor_parallel"]``.
+        pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size: as for a Trainer's strategy.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -120,20 +122,23 @@ class FabricStrategy(_Base):
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         stage_order: Sequence[int] | None = None,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         parallelize_fn: Callable[[Any, DeviceMesh], Module] | None = None,
         **options: Any,
     ) -> None:
-        check_state_dict_type(state_dict_type)
-        self.state_dict_type = state_dict_type
+        self.state_dict_type = check_state_dict_type(state_dict_type)
         self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
-        self._mesh = ModelMesh(tensor_parallel_size, pipeline_parallel_size, stage_order)
+        self._mesh = ModelMesh(
+            tensor_parallel_size, pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size
+        )
         if parallelize_fn is not None and tensor_parallel_size == 1:
             raise ValueError(
                 "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "
                 "tensor_parallel_size, or leave parallelize_fn out"
             )
         self._parallelize_fn = parallelize_fn
-        self.config: DistributedDataParallelConfig = read_options(self, options)
+        self.config: DistributedDataParallelConfig = self._mesh.checked(read_options(self, options))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -161,9 +166,16 @@ class FabricStrategy(_Base):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without the first or the last where
-        its size is 1; None where every rank has the full model, and before ``fabric.launch()``."""
+        """All ranks, as ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel") without those
+        whose size is 1, except the second; None where every rank is a data-parallel rank, and before
+        ``fabric.launch()``."""
         return self._mesh.mesh
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """All ranks, as ("expert_data_parallel", "expert_parallel"): experts are divided over the second. None without
+        ``expert_parallel_size``, and before ``fabric.launch()``."""
+        return self._mesh.expert_mesh
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -171,7 +183,7 @@ class FabricStrategy(_Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks that share a model get the same batches."""
+        """By data-parallel rank: all ranks that share a model or a sequence get the same batches."""
         kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
         return kwargs
 
@@ -201,9 +213,8 @@ class FabricStrategy(_Base):
         if (known := self._models.fitting(module, self.config)) is not None:
             return known
         self._mesh.check_precision(self.precision.precision)
-        wrapped = DistributedDataParallel(
-            module, self.config, **self._mesh.engine_ranks(self.root_device), all_reduce_option=ALL_REDUCE_OPTION
-        )
+        ranks = self._mesh.engine_ranks(module, self.root_device)
+        wrapped = DistributedDataParallel(module, self.config, **ranks, all_reduce_option=ALL_REDUCE_OPTION)
         right_order = (
             "call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
             "fabric.setup_optimizers(optimizer)"
@@ -313,12 +324,12 @@ class FabricStrategy(_Base):
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
         """Returns the weights that one process would have: of a tensor-parallel model on rank 0 only, and for a
         directory this rank's parts. Collective."""
-        if self._mesh.mesh is None or self.state_dict_type == "sharded":
+        if not self._mesh.shares_model or self.state_dict_type == "sharded":
             return super().get_module_state_dict(unwrapped(module))
         return self._mesh.full_weights(unwrapped(module))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
-        if self._mesh.mesh is None:
+        if not self._mesh.shares_model:
             super().load_module_state_dict(unwrapped(module), state_dict, strict)
         else:
             self._mesh.load_weights(unwrapped(module), state_dict, strict)

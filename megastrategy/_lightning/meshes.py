@@ -1,5 +1,5 @@
-"""Ranks that share a model, as tensor ranks and pipeline stages, beside data-parallel ranks: the mesh of a Trainer and
-of Fabric, with Lightning's names."""
+"""Ranks that share a model or a sequence, beside data-parallel ranks: the meshes of a Trainer and of Fabric, with
+Lightning's names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
+from .._expert_mesh import EXPERT_DATA, check_divides, check_has_experts, make_expert_mesh
 from .._faults.process_collectives import engine_collectives
-from ..core import cut_state, materialise
+from ..core import DistributedDataParallelConfig, check_expert_options, cut_state, materialise
 from .weight_averages import averages_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, TENSOR, PIPELINE = "data_parallel", "tensor_parallel", "pipeline_parallel"
+DATA, TENSOR, PIPELINE, CONTEXT = "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"
 """The names of the mesh's dimensions; Lightning has the first two."""
+
+_WAY_OUT = "devices and num_nodes"
 
 
 class ModelMesh:
@@ -35,24 +38,43 @@ class ModelMesh:
         pipeline_parallel_size: the number of ranks that have different layers.
         stage_order: by stage, which of the ``pipeline_parallel_size`` blocks of consecutive ranks has it; None for
             ascending order.
+        context_parallel_size: the number of ranks that have parts of each sequence.
+        expert_parallel_size: the number of data-parallel and context ranks that have different experts.
 
     Attributes:
-        mesh: all ranks, as (:data:`PIPELINE`, :data:`DATA`, :data:`TENSOR`) without the first or the last where its
-            size is 1; None where every rank is a data-parallel rank, and before :meth:`make`.
+        mesh: all ranks, as (:data:`PIPELINE`, :data:`DATA`, :data:`CONTEXT`, :data:`TENSOR`) without those whose size
+            is 1, except :data:`DATA`; None where every rank is a data-parallel rank, and before :meth:`make`.
+        expert_mesh: all ranks, see :func:`~megastrategy._expert_mesh.make_expert_mesh`; None without experts.
+        data_group: the ranks that reduce gradients, data-parallel times context ranks; None for all.
+        shares_model: whether ranks have different parts of the model.
 
     Raises:
-        ValueError: for an invalid size or order, by name.
+        ValueError: for an invalid size or order, or sizes that cannot be combined, by name.
     """
 
     def __init__(
-        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, stage_order: Sequence[int] | None = None
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        stage_order: Sequence[int] | None = None,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
     ) -> None:
-        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
-        self._stage_order = stage_order
-        self.mesh: DeviceMesh | None = None
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if (size := getattr(self, name)) < 1:
+        self._sizes = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "context_parallel_size": context_parallel_size,
+        }
+        self._stage_order, self._num_parts = stage_order, expert_parallel_size
+        self._forget()
+        for name, size in (self._sizes | {"expert_parallel_size": expert_parallel_size}).items():
+            if size < 1:
                 raise ValueError(f"{name}={size}: expected at least one rank")
+            if expert_parallel_size > 1 and size > 1 and name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                raise ValueError(
+                    f"expert_parallel_size={expert_parallel_size} and {name}={size} are not supported together: leave "
+                    "one of them at 1"
+                )
         if stage_order is not None and sorted(stage_order) != list(range(pipeline_parallel_size)):
             raise ValueError(
                 f"stage_order={list(stage_order)}: expected each number from 0 to {pipeline_parallel_size - 1} once, "
@@ -60,71 +82,97 @@ class ModelMesh:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.tensor_parallel_size, self.pipeline_parallel_size, self._stage_order)
+        tensor, pipeline, context = self._sizes.values()
+        return type(self), (tensor, pipeline, self._stage_order, context, self._num_parts)
+
+    def _forget(self) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.expert_mesh: DeviceMesh | None = None
+        self.data_group: ProcessGroup | None = None
+        self.shares_model = False
 
     def make(self, world_size: int, device: torch.device) -> None:
-        """Makes the mesh of ``world_size`` ranks. Collective.
+        """Makes the meshes of ``world_size`` ranks. Collective.
 
         Raises:
             ValueError: if the ranks cannot be divided so.
         """
-        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
-        self.mesh = None
-        if tensor * pipeline == 1:
+        self._forget()
+        tensor, pipeline, context = self._sizes.values()
+        check_divides(self._sizes, world_size, _WAY_OUT)
+        self.expert_mesh = make_expert_mesh(self._num_parts, world_size, device.type, _WAY_OUT)
+        self.shares_model = tensor * pipeline * self._num_parts > 1
+        if tensor * pipeline * context == 1:
             return
-        if world_size % (tensor * pipeline):
-            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-            given = " times ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-            raise ValueError(
-                f"{given} does not divide the {world_size} ranks: choose devices and num_nodes so that it does"
-            )
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
 
-        if pipeline == 1:
-            self.mesh = init_device_mesh(device.type, (world_size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
-            return
         # As in Megatron-LM: tensor ranks, which communicate most, are neighbours, and stages are farthest apart.
-        blocks = torch.arange(world_size, device="cpu").view(pipeline, -1, tensor)
-        blocks = blocks[list(self._stage_order or range(pipeline))]
-        names = (PIPELINE, DATA, TENSOR) if tensor > 1 else (PIPELINE, DATA)
-        self.mesh = DeviceMesh(device.type, blocks if tensor > 1 else blocks.squeeze(2), mesh_dim_names=names)
+        ranks = torch.arange(world_size, device="cpu").view(pipeline, -1, context, tensor)
+        ranks = ranks[list(self._stage_order or range(pipeline))]
+        dims = {PIPELINE: pipeline, DATA: 0, CONTEXT: context, TENSOR: tensor}
+        ranks = ranks.squeeze([dim for dim, size in enumerate(dims.values()) if size == 1])
+        names = tuple(name for name, size in dims.items() if size != 1)
+        self.mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
+        if tensor * pipeline > 1:
+            data = self.mesh[DATA] if context == 1 else self.mesh[DATA, CONTEXT]._flatten()
+            self.data_group = data.get_group()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dimensions of :attr:`mesh`."""
+        return () if self.mesh is None else self.mesh.mesh_dim_names or ()
 
     @property
     def is_pipeline(self) -> bool:
         """Whether ranks share the model by layers."""
-        return self.mesh is not None and PIPELINE in (self.mesh.mesh_dim_names or ())
+        return PIPELINE in self.names
 
     @property
-    def data_group(self) -> ProcessGroup | None:
-        """The data-parallel ranks; None where all ranks are."""
-        return None if self.mesh is None else self.mesh.get_group(DATA)
+    def cuts_layers(self) -> bool:
+        """Whether ``configure_model`` leaves a rank parts of layers only."""
+        return self._sizes["tensor_parallel_size"] * self._num_parts > 1
 
-    def engine_ranks(self, device: torch.device, *, agreed: bool = False) -> dict[str, Any]:
+    def checked(self, config: DistributedDataParallelConfig) -> DistributedDataParallelConfig:
+        """Returns the options. Raises ValueError for some that do not work with divided experts."""
+        if self._num_parts > 1:
+            check_expert_options(config, "expert_parallel_size")
+        return config
+
+    def engine_ranks(self, module: Module, device: torch.device, *, agreed: bool = False) -> dict[str, Any]:
         """Returns the arguments of DistributedDataParallel that say which ranks reduce gradients. Collective.
 
         ``agreed``: see :func:`~megastrategy._faults.process_collectives.engine_collectives`.
+
+        Raises:
+            ValueError: if the experts of ``module`` should be divided, and are not.
         """
-        if self.mesh is None:
-            return {"collectives": engine_collectives(device, agreed=agreed)}
-        return {"process_group": self.data_group}
+        if self.data_group is not None:
+            return {"process_group": self.data_group}
+        if self.expert_mesh is not None:
+            check_has_experts(module, self._num_parts, "strategy")
+        return {"collectives": engine_collectives(device, agreed=agreed), "expert_mesh": self.expert_mesh}
 
     def sampler_ranks(self) -> dict[str, int] | None:
-        """Says which part of the data this rank gets: all ranks that share a model get the same batches. None where no
-        ranks do."""
+        """Says which part of the data this rank gets: all ranks that share a model or a sequence get the same batches.
+        None where no ranks do."""
         if self.mesh is None:
             return None
         return {"num_replicas": self.mesh[DATA].size(), "rank": self.mesh.get_local_rank(DATA)}
 
     def broadcast_state(self, module: Module) -> None:
-        """Sends parameters and buffers from the first data-parallel rank to the others, and replicated ones from the
-        first tensor rank. Collective."""
-        assert self.mesh is not None, "the caller has checked"
+        """Sends parameters and buffers from the first rank to the others that have the same. Collective."""
         for tensor in (*module.parameters(), *module.buffers()):
             part = getattr(tensor, "_local_tensor", tensor).detach()
             is_cut = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
-            has_tensor_ranks = TENSOR in (self.mesh.mesh_dim_names or ())
-            for name in [TENSOR, DATA] if has_tensor_ranks and not is_cut else [DATA]:
-                torch.distributed.broadcast(part, group=self.mesh.get_group(name), group_src=0)
+            for group in self._groups_with_same(is_cut):
+                torch.distributed.broadcast(part, group=group, group_src=0)
+
+    def _groups_with_same(self, is_cut: bool) -> list[ProcessGroup | None]:
+        if self.expert_mesh is not None:
+            return [self.expert_mesh.get_group(EXPERT_DATA) if is_cut else None]
+        if self.mesh is None or TENSOR not in self.names or is_cut:
+            return [self.data_group]
+        return [self.mesh.get_group(TENSOR), self.data_group]
 
     def set_up_evaluation(self, strategy: Any) -> None:
         """Does the rest of ``Strategy.setup`` where no model is wrapped. Collective.
@@ -141,7 +189,7 @@ class ModelMesh:
         data-parallel ranks, such as buffers."""
         if self.mesh is None:
             return rank == 0
-        return not any(self.mesh.get_local_rank(name) for name in self.mesh.mesh_dim_names or () if name != PIPELINE)
+        return not any(self.mesh.get_local_rank(name) for name in self.names if name != PIPELINE)
 
     def not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the values that are no tensors, of all stages; see :func:`not_tensors`. Collective over them."""
@@ -166,11 +214,11 @@ class ModelMesh:
 
     def full_weights(self, module: Module) -> dict[str, Any]:
         """Returns the state that one process would have, on the host of rank 0; empty on other ranks. Collective."""
-        if self.mesh is not None and self.is_pipeline:
+        if self.is_pipeline:
             from ..pipeline import whole_state_dict
 
             # The other data-parallel ranks' stages have the same.
-            return whole_state_dict(module) if self.mesh.get_local_rank(DATA) == 0 else {}
+            return whole_state_dict(module) if torch.distributed.get_rank(self.data_group) == 0 else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         # A tensor at a time, and on rank 0 only.
@@ -228,7 +276,7 @@ def leave_in_place(strategy: Any) -> Iterator[None]:
     such an error would hide the user's.
     """
     module = strategy._lightning_module
-    if module is not None and strategy.device_mesh is not None:
+    if module is not None and strategy._mesh.shares_model:
         is_cut = any(hasattr(param, "placements") for param in module.parameters())
         strategy._lightning_module = None if is_cut or is_on_meta(module) else module
     try:
@@ -252,7 +300,7 @@ def loss_parallel_backward(mesh: ModelMesh, module: Any, loss: Tensor) -> Abstra
     A module's own backward opens it itself, as Lightning's documentation says, and torch cannot open it twice.
     """
     opens_itself = type(module).backward.__qualname__ != "LightningModule.backward"
-    if mesh.mesh is None or opens_itself or not is_loss_parallel(loss):
+    if TENSOR not in mesh.names or opens_itself or not is_loss_parallel(loss):
         return nullcontext()
     from torch.distributed.tensor.parallel import loss_parallel
 

@@ -83,6 +83,8 @@ def _signature(cls: type, initialise: Any) -> Signature:
         "tensor_parallel_size": int,
         "pipeline_parallel_size": int,
         "stage_order": Sequence[int] | None,
+        "context_parallel_size": int,
+        "expert_parallel_size": int,
         "parallelize_fn": Callable[..., Module] | None,
     }
     types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]

@@ -98,6 +98,9 @@ class TrainerStrategy(_Base):
         tensor_parallel_size: ranks that share what ``configure_model`` cuts over ``device_mesh["tensor_parallel"]``.
         pipeline_parallel_size: ranks that have a stage each of its Pipeline over ``device_mesh["pipeline_parallel"]``;
             ``stage_order``, by stage: which of so many blocks of ranks has it.
+        context_parallel_size: ranks that get one batch, each for its part of the sequences.
+        expert_parallel_size: data-parallel ranks that have the experts that ``configure_model`` divides over
+            ``strategy.expert_mesh["expert_parallel"]``.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -134,13 +137,16 @@ class TrainerStrategy(_Base):
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         stage_order: Sequence[int] | None = None,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         **options: Any,
     ) -> None:
-        check_state_dict_type(state_dict_type)
-        self.state_dict_type = state_dict_type
+        self.state_dict_type = check_state_dict_type(state_dict_type)
         self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
-        self._mesh = ModelMesh(tensor_parallel_size, pipeline_parallel_size, stage_order)
-        self.config: DistributedDataParallelConfig = read_options(self, options)
+        self._mesh = ModelMesh(
+            tensor_parallel_size, pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size
+        )
+        self.config: DistributedDataParallelConfig = self._mesh.checked(read_options(self, options))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -172,13 +178,20 @@ class TrainerStrategy(_Base):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without the first or the last where
-        its size is 1; None where every rank has the full model, and before the processes exist."""
+        """All ranks, as ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel") without those
+        whose size is 1, except the second; None where every rank is a data-parallel rank, and before there are
+        processes."""
         return self._mesh.mesh
 
     @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """All ranks, as ("expert_data_parallel", "expert_parallel"): experts are divided over the second. None without
+        ``expert_parallel_size``, and before the processes exist."""
+        return self._mesh.expert_mesh
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks that share a model get the same batches."""
+        """By data-parallel rank: all ranks that share a model or a sequence get the same batches."""
         kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
         return kwargs
 
@@ -190,27 +203,26 @@ class TrainerStrategy(_Base):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # trainer.init_module(empty_init=True) enters it
-        on_meta = self.tensor_parallel_size > 1 and empty_init
-        own = self.precision_plugin.tensor_init_context
+        own, on_meta = self.precision_plugin.tensor_init_context, empty_init and self._mesh.cuts_layers
         with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
             yield
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._mesh.mesh is not None:
+        if self._mesh.shares_model:
             check_pipeline_loop(self._mesh, trainer, self.precision_plugin.precision)
             self._full_averages = FullAverages(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
         self._checked.check("setup")
         wrapped = DistributedDataParallel(
             model,
             self.config,
-            **self._mesh.engine_ranks(self.root_device, agreed=True),
+            **self._mesh.engine_ranks(model, self.root_device, agreed=True),
             listener=combine_listeners(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
         self._engine = self._checked.engine = wrapped.engine
-        if self._mesh.mesh is None:
+        if not self._mesh.shares_model:
             self._engine.known_findings = known_findings()
         return wrapped
 
@@ -229,9 +241,9 @@ class TrainerStrategy(_Base):
 
     def setup(self, trainer: pl.Trainer) -> None:
         # configure_model has cut the modules that were made on meta, so that only the parts need memory
-        if self._mesh.mesh is not None and self.model is not None and is_on_meta(self.model):
+        if self._mesh.shares_model and self.model is not None and is_on_meta(self.model):
             allocate(self.model, self.root_device)
-        if self._mesh.mesh is None or trainer.state.fn == "fit":
+        if not self._mesh.shares_model or trainer.state.fn == "fit":
             super().setup(trainer)
             self._signal_agreement = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception)
             return
@@ -394,8 +406,8 @@ class TrainerStrategy(_Base):
         return votes == self.world_size if all else votes > 0
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduces over the data-parallel ranks where no group is given: ranks that share a model have the same samples,
-        which a logged sum must count once.
+        """Reduces over data-parallel and context ranks where no group is given: ranks that share a model have the same
+        samples, which a logged sum must count once.
 
         Returns this rank's own value after an exception. ModelCheckpoint asks for all metrics then, and the ranks may
         have different ones left to reduce.
@@ -447,9 +459,9 @@ class TrainerStrategy(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the weights that one process would have; for a sharded checkpoint this rank's parts. Collective."""
-        if self._mesh.mesh is not None and self._checked.why_not_saved():
+        if self._mesh.shares_model and self._checked.why_not_saved():
             return {}
-        if self._mesh.mesh is None or self.state_dict_type == "sharded":
+        if not self._mesh.shares_model or self.state_dict_type == "sharded":
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
         assert self.lightning_module is not None
@@ -471,7 +483,7 @@ class TrainerStrategy(_Base):
             if self.state_dict_type == "sharded":
                 return optimizer.sharded_state_dict()
         state = optimizer.state_dict()
-        return state if self._mesh.mesh is None or self.is_global_zero or self.state_dict_type == "sharded" else {}
+        return {} if self._mesh.shares_model and not self.is_global_zero and self.state_dict_type == "full" else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores.
@@ -543,7 +555,7 @@ class TrainerStrategy(_Base):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
-        if self._mesh.mesh is None:
+        if not self._mesh.shares_model:
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._mesh.load_weights(self.lightning_module, checkpoint["state_dict"], strict)

@@ -25,7 +25,7 @@ from .collectives import (
     private_group,
     subgroup,
 )
-from .config import DistributedDataParallelConfig, field_names
+from .config import DistributedDataParallelConfig, check_expert_options, field_names
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
@@ -102,6 +102,7 @@ __all__ = [
     "better_layout_order",
     "build_layout",
     "check_all_agree",
+    "check_expert_options",
     "combine_listeners",
     "config_from_arguments",
     "cut_state",

@@ -303,6 +303,17 @@ def _check_contradictions(config: DistributedDataParallelConfig) -> None:
             raise ValueError(f"{found.option}={value!r} contradicts {found.other}={found.value}: {found.why}")
 
 
+def check_expert_options(config: DistributedDataParallelConfig, option: str) -> None:
+    """Raises ValueError for options that do not work with experts that data-parallel ranks divide by ``option``."""
+    if not config.find_unused_parameters or config.static_graph:
+        raise ValueError(
+            "find_unused_parameters=False and static_graph promise that every rank uses every parameter, and which "
+            f"experts get tokens depends on the batch. Leave both out with {option}"
+        )
+    if not config.use_contiguous_buffers:
+        raise ValueError(f"use_contiguous_buffers=False is not supported with {option}: leave it out")
+
+
 def field_names() -> tuple[str, ...]:
     """Returns the names of all configuration fields, in their order of declaration."""
     return tuple(field.name for field in dataclasses.fields(DistributedDataParallelConfig))

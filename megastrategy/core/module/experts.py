@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..collectives import Collectives, ranks_of
-from ..config import DistributedDataParallelConfig
+from ..config import DistributedDataParallelConfig, check_expert_options
 from ..layout import Domain, domain_of_all
 from .local_parts import dtensors_of
 from .tensor_parallel import PartsGroup
 
 _WAY_OUT = (
     'Make it as init_device_mesh(device_type, (dp // ep, ep), mesh_dim_names=("edp", "ep")) and distribute experts '
-    'over mesh["ep"]: distribute_tensor(experts, mesh["ep"], [Shard(0)])'
+    'over mesh["ep"]: distribute_tensor(experts, mesh["ep"], [Shard(0)]). With expert_parallel_size, an option of '
+    'Lightning, Fabric and Accelerate, expert_mesh["expert_parallel"] of the strategy or the Accelerator is ready'
 )
 
 
@@ -57,13 +58,7 @@ class ExpertGroup(PartsGroup):
                 f"expert_mesh has the ranks {sorted(mesh_ranks)}, and the data-parallel ranks are {sorted(dp_ranks)}. "
                 f"{_WAY_OUT}"
             )
-        if not config.find_unused_parameters or config.static_graph:
-            raise ValueError(
-                "find_unused_parameters=False and static_graph promise that every rank uses every parameter, and which "
-                "experts get tokens depends on the batch. Leave both out with expert_mesh"
-            )
-        if not config.use_contiguous_buffers:
-            raise ValueError("use_contiguous_buffers=False is not supported with expert_mesh: leave it out")
+        check_expert_options(config, "expert_mesh")
         numbers = {rank: number for number, rank in enumerate(dp_ranks)}
         groups = tuple(tuple(sorted(numbers[rank] for rank in ranks)) for ranks in mesh.mesh.T.tolist())
         rows = [[numbers[rank] for rank in ranks] for ranks in mesh.mesh.tolist()]

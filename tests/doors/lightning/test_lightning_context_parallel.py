@@ -1,0 +1,245 @@
+"""``MegatronDDPStrategy(context_parallel_size=2)``: ranks with parts of a sequence train as one process with the whole
+of it, and each counts its own labels. The attention is the test's own: keys and values are gathered."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from megastrategy import MegatronDDPStrategy
+from tests.core.sync import test_loss_tokens_of_model_ranks as sequences
+from tests.support.comparison import message
+from tests.support.tensor_parallel import whole
+
+from ..fits import make_trainer
+from ..rank_processes import Ranks
+from . import test_lightning_experts as experts
+from . import test_lightning_pipeline as stages
+from . import test_lightning_tensor_parallel as tensor
+from .test_lightning_tensor_parallel import read
+
+RANKS, LENGTH, SAMPLES, EPOCHS = 4, 8, 8, 2
+IGNORED = sequences.IGNORED
+
+
+def dataset() -> TensorDataset:
+    """One sequence a sample, each with another number of labels: some have none in their second half."""
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = torch.randint(11, (2, SAMPLES, LENGTH), generator=generator)
+    for sample in range(SAMPLES):
+        labels[sample, 1 : 1 + sample % 4] = IGNORED
+        labels[sample, LENGTH // (1 + sample % 2) :] = IGNORED
+    return TensorDataset(ids, labels)
+
+
+class LitAttention(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = sequences.Attention()
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        ids, labels = self.part_of(batch)
+        self.seen.append(ids.tolist())
+        group = self.device_mesh["context_parallel"].get_group()
+        logits = self.model(ids, lambda part: sequences._Gathered.apply(part, group))
+        loss, num_tokens = sequences.mean_loss(logits, labels)
+        self.trainer.strategy.loss_tokens(num_tokens)  # its own, of its part
+        self.log("labels", float(num_tokens), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def part_of(self, batch: list[Tensor]) -> list[Tensor]:
+        size, rank = self.device_mesh["context_parallel"].size(), self.device_mesh.get_local_rank("context_parallel")
+        return [whole[0].chunk(size)[rank] for whole in batch]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)  # AdamW would hide wrong factors
+
+
+def fit(options: dict[str, Any], path: Path | None, accumulate: int = 1, resume: Path | None = None) -> dict[str, Any]:
+    module = LitAttention()
+    trainer = make_trainer(
+        MegatronDDPStrategy(bucket_size=90, **options),
+        max_epochs=EPOCHS,
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(module, DataLoader(dataset(), shuffle=True), ckpt_path=resume)
+    trainer.save_checkpoint(str(path))
+    weights = {name: value.detach().clone() for name, value in module.model.state_dict().items()}
+    names = module.device_mesh.mesh_dim_names
+    return {"weights": weights, "seen": module.seen, "labels": float(trainer.callback_metrics["labels"]), "mesh": names}
+
+
+def train_alone(dp: int, accumulate: int) -> dict[str, Tensor]:
+    """On the same batches, in torch alone, with the mean over all labels of a step."""
+    module, data = sequences.Attention(), dataset()
+    optimizer = sgd(module)
+    samplers = [DistributedSampler(data, dp, rank, shuffle=True) for rank in range(dp)]
+    for epoch in range(EPOCHS):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        steps = torch.tensor([list(sampler) for sampler in samplers]).view(dp, -1, accumulate).transpose(0, 1)
+        for step in steps.flatten(1).tolist():
+            optimizer.zero_grad()
+            total = sum(int((data[sample][1] != IGNORED).sum()) for sample in step)
+            for sample in step:
+                ids, labels = data[sample]
+                each = functional.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum")
+                (each / total).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+ALL_REDUCE = {"use_distributed_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    ("cp", "accumulate", "options"),
+    [(2, 1, {}), (4, 1, {}), (2, 2, ALL_REDUCE), pytest.param(2, 2, {"grad_buffer": "pooled"}, marks=pytest.mark.long)],
+)
+def test_parts_of_a_sequence_train_as_one_process_does(
+    mesh: Ranks, tmp_path: Path, cp: int, accumulate: int, options: dict[str, Any]
+) -> None:
+    expected = train_alone(RANKS // cp, accumulate)
+    together = mesh.run(fit, {"context_parallel_size": cp, **options}, tmp_path / "saved", accumulate)
+    num_labels = sum(int((labels != IGNORED).sum()) for _, labels in dataset())
+    for rank, own in enumerate(together):
+        assert own["mesh"] == ("data_parallel", "context_parallel")
+        assert own["labels"] == num_labels, "each once"
+        torch.testing.assert_close(own["weights"], expected, rtol=0.0, atol=1e-6)
+        assert len(own["seen"]) == EPOCHS * SAMPLES * cp // RANKS
+        first = rank - rank % cp
+        for parts in zip(*(each["seen"] for each in together[first : first + cp]), strict=True):
+            assert [*itertools.chain(*parts)] in dataset().tensors[0].tolist(), "one sequence for a context group"
+    saved = {f"model.{name}": value for name, value in expected.items()}
+    torch.testing.assert_close(dict(read(tmp_path / "saved")["state_dict"]), saved, rtol=0.0, atol=1e-6)
+
+
+# --- beside other parallelism ----------------------------------------------------------------------------------------
+
+
+class OfParts(pl.LightningModule):
+    """Comes in front of a module whose layers work on each place of a sequence alone, and trains it on a part."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch[0], batch[0].roll(-1, 1)
+        if self.device_mesh is not None:
+            size, rank = (
+                self.device_mesh["context_parallel"].size(),
+                self.device_mesh.get_local_rank("context_parallel"),
+            )
+            tokens, targets = tokens.chunk(size, 1)[rank], targets.chunk(size, 1)[rank]
+        loss = self.loss_of(tokens, targets)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+class PartsOfLayers(OfParts, tensor.LitModel):
+    def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+
+class PartsOfStages(OfParts, stages.LitModel):
+    def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.net(tokens, target=targets)
+
+
+BESIDE: dict[str, tuple[Any, Any]] = {
+    "tensor_parallel_size": (PartsOfLayers, tensor.loader),
+    "pipeline_parallel_size": (PartsOfStages, stages.loader),
+}
+
+
+def fit_beside(other: str, devices: int, path: Path, epochs: int, resume: Path | None) -> float:
+    kind, loader = BESIDE[other]
+    strategy = MegatronDDPStrategy(context_parallel_size=2, **{other: 2}) if devices > 1 else "ddp"
+    trainer = make_trainer(strategy, devices=devices, max_epochs=epochs, gradient_clip_val=0.1)
+    trainer.fit(kind(), loader(4), ckpt_path=resume)
+    trainer.save_checkpoint(str(path))
+    return float(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("other", BESIDE)
+def test_parts_of_sequences_and_of_the_model_train_and_resume_as_one_process_does(
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path, other: str
+) -> None:
+    for epochs in (1, 2):
+        resume = None if epochs == 1 else tmp_path / "alone 1"
+        [expected] = one_rank.run(fit_beside, other, 1, tmp_path / f"alone {epochs}", epochs, resume)
+        resume = None if epochs == 1 else tmp_path / "found 1"
+        losses = mesh.run(fit_beside, other, RANKS, tmp_path / f"found {epochs}", epochs, resume)
+        assert losses == pytest.approx([expected] * RANKS, rel=1e-5)
+        one, four = (read(tmp_path / f"{who} {epochs}") for who in ("alone", "found"))
+        for part in ("state_dict", "optimizer_states"):
+            tensor.assert_close(four[part], one[part], part)
+
+
+class LitExpertsOfParts(experts.LitExperts):
+    """Each rank's tokens are half of its group's."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        rank = self.device_mesh.get_local_rank("context_parallel")
+        return self.model.loss(*(whole.chunk(2)[rank] for whole in batch), self.model)
+
+
+def fit_experts(ep: int) -> dict[str, Tensor]:
+    module = LitExpertsOfParts()
+    strategy = MegatronDDPStrategy(bucket_size=200, context_parallel_size=2, expert_parallel_size=ep)
+    make_trainer(strategy, max_epochs=1).fit(module, experts.loader(RANKS))
+    return {name: whole(param) for name, param in module.model.named_parameters()}
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_are_divided_over_data_parallel_and_context_ranks(mesh: Ranks, ep: int) -> None:
+    module, samples = experts.LitExperts(), experts.loader(RANKS).dataset
+    optimizer = module.configure_optimizers()
+    by_rank = [list(DistributedSampler(samples, 2, rank, shuffle=True)) for rank in range(2)]
+    for step in range(len(by_rank[0]) // experts.BATCH_SIZE):
+        optimizer.zero_grad()
+        for own in by_rank:
+            numbers = own[step * experts.BATCH_SIZE : (step + 1) * experts.BATCH_SIZE]
+            for part in torch.tensor(numbers).chunk(2):
+                (module.model.loss(*samples[part], module.model) / RANKS).backward()
+        optimizer.step()
+    expected = {name: param.detach() for name, param in module.model.named_parameters()}
+    for weights in mesh.run(fit_experts, ep):
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=2e-6)
+
+
+def refusals() -> dict[str, str]:
+    def fit_with(**options: Any) -> Any:
+        make_trainer(MegatronDDPStrategy(**options), max_epochs=1).fit(LitAttention(), DataLoader(dataset()))
+
+    return {
+        "zero": message(ValueError, lambda: MegatronDDPStrategy(context_parallel_size=0)),
+        "three": message(ValueError, lambda: fit_with(context_parallel_size=3)),
+        "six": message(ValueError, lambda: fit_with(context_parallel_size=3, tensor_parallel_size=2)),
+    }
+
+
+def test_sizes_that_cannot_be_are_refused(mesh: Ranks) -> None:
+    way_out = "does not divide the 4 ranks: choose devices and num_nodes so that it does"
+    for found in mesh.run(refusals):
+        assert found == {
+            "zero": "context_parallel_size=0: expected at least one rank",
+            "three": f"context_parallel_size=3 {way_out}",
+            "six": f"tensor_parallel_size=2 times context_parallel_size=3 {way_out}",
+        }

@@ -1,0 +1,268 @@
+"""``MegatronDDPStrategy(expert_parallel_size=2)``: a module whose ``configure_model`` divides its experts trains, saves
+and resumes as in one process that has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+
+from megastrategy import MegatronDDPStrategy
+from megastrategy.core import OpenDirectory
+from megastrategy.tools.conversion import consolidate
+from tests.support.comparison import message
+from tests.support.experts import Experts, Model
+
+from ..fits import make_trainer
+from ..rank_processes import Ranks
+from .test_lightning_tensor_parallel import num_chunks, read
+
+RANKS, BATCH_SIZE, STEPS = 4, 4, 3
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=2e-6)
+
+
+class LitExperts(pl.LightningModule):
+    def __init__(self, num_experts: int = 5, divides: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model, self.divides = Model(num_experts), divides
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        mesh = getattr(self.trainer.strategy, "expert_mesh", None)  # None under "ddp"
+        if mesh is not None and self.divides:
+            for layer in self.model.layers:
+                assert isinstance(layer, Experts)
+                layer.divide(mesh["expert_parallel"])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.model.loss(*batch, self.model)
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        strategy = self.trainer.strategy
+        norms = strategy.grad_norm() if isinstance(strategy, MegatronDDPStrategy) else grad_norm(self, 2.0)
+        self.log("norm", norms["grad_2.0_norm_total"], on_step=False, on_epoch=True, sync_dist=True)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model.loss(*batch, self.model), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)  # AdamW would hide wrong factors
+
+
+class OfAllRanks(Sampler[int]):
+    """The samples of all ranks for one that accumulates them, batch by batch, as Lightning's samplers divide them."""
+
+    def __init__(self, dataset: Any, shuffle: bool) -> None:
+        self.samplers = [DistributedSampler(dataset, RANKS, rank, shuffle=shuffle) for rank in range(RANKS)]
+
+    def set_epoch(self, epoch: int) -> None:
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        by_rank = torch.tensor([list(sampler) for sampler in self.samplers]).view(RANKS, -1, BATCH_SIZE)
+        return iter(by_rank.transpose(0, 1).flatten().tolist())
+
+    def __len__(self) -> int:
+        return RANKS * len(self.samplers[0])
+
+
+def loader(num_ranks: int, *, shuffle: bool = True) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(STEPS * BATCH_SIZE * RANKS, 4, generator=generator)
+    dataset = TensorDataset(x, torch.randint(3, (len(x),), generator=generator))
+    sampler = OfAllRanks(dataset, shuffle) if num_ranks == 1 else None
+    return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+
+
+def fit(
+    options: dict[str, Any] | None, devices: int, path: Path, epochs: int, resume: Path | None, evaluates: bool = True
+) -> dict[str, Any]:
+    """Trains with options of the strategy, None for "ddp", and saves a checkpoint."""
+    strategy = "ddp" if options is None else MegatronDDPStrategy(bucket_size=200, **options)
+    module, saved = LitExperts(), str(path)
+    trainer = make_trainer(
+        strategy,
+        devices=devices,
+        max_epochs=epochs,
+        accumulate_grad_batches=RANKS // devices,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=devices > 1,
+    )
+    evaluated_on = loader(devices, shuffle=False)
+    trainer.fit(module, loader(devices), evaluated_on, ckpt_path=resume)
+    trainer.save_checkpoint(saved)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    own = module.model.layers[0].up
+    held = len(own.to_local() if hasattr(own, "to_local") else own)  # type: ignore[operator, arg-type]
+    if not evaluates:
+        return {}
+    evaluated = LitExperts()
+    if trainer.global_rank > 0:  # the first rank that has the same sends its own
+        with torch.no_grad():
+            evaluated.model.head.weight.zero_()
+    [untrained] = trainer.validate(evaluated, evaluated_on, verbose=False)
+    [validated] = trainer.validate(LitExperts(), evaluated_on, ckpt_path=saved, verbose=False)
+    return {"metrics": metrics, "untrained": untrained, "validated": validated, "held": held}
+
+
+STRATEGIES: dict[str, dict[str, Any] | None] = {
+    "ep2": {"expert_parallel_size": 2},
+    "ep4": {"expert_parallel_size": 4},
+    "all-reduce": {"expert_parallel_size": 2, "use_distributed_optimizer": False},
+    "whole": {},
+    "ddp": None,
+}
+HELD = {"ep2": [3, 2, 3, 2], "ep4": [2, 2, 1, 0], "all-reduce": [3, 2, 3, 2]}
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """One process with "ddp", torch's own: its files after one epoch and after two, and what it logged."""
+    folder = tmp_path_factory.mktemp("alone")
+    first = one_rank.run(fit, None, 1, folder / "1", 1, None)
+    return folder, first + one_rank.run(fit, None, 1, folder / "2", 2, folder / "1", False)
+
+
+@pytest.mark.parametrize("name", ["ep2", "ep4", pytest.param("all-reduce", marks=pytest.mark.long)])
+def test_divided_experts_train_save_and_resume_as_one_process_does(
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    folder, expected = alone
+    together = mesh.run(fit, STRATEGIES[name], RANKS, tmp_path / "1", 1, None)
+    assert [own["held"] for own in together] == HELD[name]
+    for own in together:
+        for part in ("metrics", "untrained", "validated"):
+            assert own[part] == pytest.approx(expected[0][part], rel=1e-5)
+    # the file is what one process wrote
+    for part in ("state_dict", "optimizer_states"):
+        assert_close(read(tmp_path / "1")[part], read(folder / "1")[part])
+    # each goes on from the other's
+    mesh.run(fit, STRATEGIES[name], RANKS, tmp_path / "2", 2, folder / "1", False)
+    one_rank.run(fit, None, 1, tmp_path / "2 alone", 2, tmp_path / "1", False)
+    for resumed in ("2", "2 alone"):
+        assert_close(read(tmp_path / resumed)["state_dict"], read(folder / "2")["state_dict"])
+
+
+Written = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def written(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The file of a strategy after one epoch, or the directory where "+" follows its name; each is written once."""
+    folder = tmp_path_factory.mktemp("written")
+
+    def write(name: str) -> Path:
+        options = STRATEGIES[name.removesuffix("+")]
+        if name.endswith("+"):
+            options = {"state_dict_type": "sharded", **(options or {})}
+        if not (folder / name).exists():
+            mesh.run(fit, options, RANKS, folder / name, 1, None, evaluates=False)
+        return folder / name
+
+    return write
+
+
+def test_a_directory_is_what_one_process_saves(
+    written: Written, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    expected = read(alone[0] / "1")
+    for name, chunks in (("ep2+", 2), ("ep4+", 4)):
+        assert num_chunks(written(name), "model.model.layers.0.up") == chunks, "each expert rank writes its part"
+        assert_close(OpenDirectory(written(name)).read("model"), dict(expected["state_dict"]))
+        consolidate(written(name), tmp_path / name)
+        assert_close(read(tmp_path / name)["optimizer_states"], expected["optimizer_states"])
+
+
+PAIRS = [("ep2", "ep4"), ("ep2+", "ep4"), ("ep4+", "ddp"), ("ddp", "ep4"), ("whole+", "ep2"), ("ep4+", "all-reduce")]
+LONG_PAIRS = [
+    (writer + form, reader)
+    for writer in STRATEGIES
+    for form in ("", "+")
+    for reader in STRATEGIES
+    if writer + form not in ("ddp+", reader) and (writer + form, reader) not in PAIRS
+]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG_PAIRS)],
+)
+def test_a_checkpoint_goes_on_under_any_division(
+    mesh: Ranks, written: Written, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], writer: str, reader: str
+) -> None:
+    """Whole experts under torch's own "ddp" included."""
+    source = written(writer)
+    if reader == "ddp" and writer.endswith("+"):
+        source = tmp_path / "one file"
+        consolidate(written(writer), source)
+    mesh.run(fit, STRATEGIES[reader], RANKS, tmp_path / "2", 2, source, evaluates=False)
+    for part in ("state_dict", "optimizer_states"):
+        assert_close(read(tmp_path / "2")[part], read(alone[0] / "2")[part])
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    def strategy(**options: Any) -> Any:
+        return MegatronDDPStrategy(bucket_size=200, **options)
+
+    def fit_with(divides: bool = True, **options: Any) -> Any:
+        make_trainer(strategy(**options), max_epochs=1).fit(LitExperts(divides=divides), loader(RANKS))
+
+    return {
+        "zero": message(ValueError, lambda: strategy(expert_parallel_size=0)),
+        "tensor": message(ValueError, lambda: strategy(expert_parallel_size=2, tensor_parallel_size=2)),
+        "pipeline": message(ValueError, lambda: strategy(expert_parallel_size=2, pipeline_parallel_size=2)),
+        "promise": message(ValueError, lambda: strategy(expert_parallel_size=2, find_unused_parameters=False)),
+        "buffers": message(
+            ValueError,
+            lambda: strategy(
+                expert_parallel_size=2,
+                use_distributed_optimizer=False,
+                use_contiguous_buffers=False,
+                overlap_grad_reduce=False,
+            ),
+        ),
+        "three": message(ValueError, lambda: fit_with(expert_parallel_size=3)),
+        "whole": message(ValueError, lambda: fit_with(divides=False, expert_parallel_size=2)),
+        "instances": message(
+            ValueError, lambda: fit_with(expert_parallel_size=4, num_distributed_optimizer_instances=2)
+        ),
+    }
+
+
+REFUSED = {
+    "zero": "expert_parallel_size=0: expected at least one rank",
+    "tensor": "expert_parallel_size=2 and tensor_parallel_size=2 are not supported together",
+    "pipeline": "expert_parallel_size=2 and pipeline_parallel_size=2 are not supported together",
+    "promise": "Leave both out with expert_parallel_size",
+    "buffers": "use_contiguous_buffers=False is not supported with expert_parallel_size",
+    "three": "expert_parallel_size=3 does not divide the 4 ranks: choose devices and num_nodes so that it does",
+    "whole": "expert_parallel_size=2 and a LitExperts without divided experts",
+    "instances": "a multiple of the 4 ranks that experts are divided over is expected",
+}
+
+
+def test_what_does_not_go_together_is_refused_by_name(mesh: Ranks) -> None:
+    for found in mesh.run(refusals):
+        assert found.keys() == REFUSED.keys()
+        for what, text in REFUSED.items():
+            assert text in found[what]
+            assert "\n" not in found[what]
