@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN) * WIDTH**-0.5)
         self.down = nn.Parameter(torch.randn(num_experts, HIDDEN, WIDTH) * HIDDEN**-0.5)
         self.aux_loss = torch.zeros(())
+        self.counts = torch.zeros(num_experts)  # of the last forward's tokens
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(num_experts))
 
@@ -77,7 +79,7 @@ class Experts(nn.Module):
         self.aux_loss = scores.mean(0).square().sum() * 0.1
         ids, order = chosen.flatten().sort(stable=True)
         rows = x[order // 2]
-        counts = torch.bincount(ids, minlength=self.num_experts)
+        counts = self.counts = torch.bincount(ids, minlength=self.num_experts)
         out = self._run(rows, counts) if self.mesh is None else self._run_elsewhere(rows, counts, self.mesh)
         back = torch.empty_like(out).index_copy(0, order, out)
         return x + (back.view(len(x), 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
@@ -118,26 +120,35 @@ class Model(nn.Module):
 
     def __init__(self, num_experts: int, *, uses_idle: bool = True) -> None:
         super().__init__()
+        self.num_used = 2  # layers
         self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList([Experts(num_experts, uses_idle=uses_idle) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        for layer in self.layers:
+        for layer in self.layers[: self.num_used]:
             hidden = layer(hidden)
         out: Tensor = self.head(hidden)
         return out
 
     def loss(self, x: Tensor, y: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
         total = functional.cross_entropy(call(x), y)
-        for layer in self.layers:
+        for layer in self.layers[: self.num_used]:
             total = total + layer.aux_loss  # type: ignore[operator] # Experts
         return total
+
+    def prepare(self, case: Case, step: int) -> None:
+        """Crowds all tokens on the first two experts, and leaves the last layer out, in the steps that a case names."""
+        self.num_used = 1 if step in case.shallow_steps else 2
+        for layer in self.layers:
+            layer.bias[:2] = 10.0 if step in case.crowded_steps else 0.0  # type: ignore[index, operator]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``ep``: ranks over which the experts are divided. ``syncs_each``: whether each microbatch's backward reduces."""
+    """``ep``: ranks over which the experts are divided. ``syncs_each``: whether each microbatch's backward reduces.
+    ``crowded_steps``: all tokens are for the first two experts. ``shallow_steps``: the last layer is unused.
+    """
 
     ep: int
     num_experts: int = 4
@@ -148,6 +159,8 @@ class Case:
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float32
     steps: int = 6
+    crowded_steps: tuple[int, ...] = ()
+    shallow_steps: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> DistributedDataParallelConfig:
@@ -210,6 +223,7 @@ class Trainee:
         """Returns the norms."""
         norms, case, rank = [], self.case, dist.get_rank()
         for step in steps:
+            self.module.prepare(case, step)
             self.optimizer.zero_grad()
             for number in range(case.microbatches):
                 syncs = case.syncs_each or number == case.microbatches - 1
@@ -248,6 +262,7 @@ def train_alone(case: Case, dp: int) -> Outcome:
     optimizer = case.make_optimizer(module.parameters())
     norms = []
     for step in range(case.steps):
+        module.prepare(case, step)
         optimizer.zero_grad()
         for number in range(case.microbatches):
             for rank in range(dp):
@@ -258,3 +273,18 @@ def train_alone(case: Case, dp: int) -> Outcome:
         optimizer.step()
     weights = {name: param.detach().clone() for name, param in module.named_parameters()}
     return Outcome(weights, norms, optimizer.state_dict()["state"])
+
+
+def train_each(cases: dict[str, Case]) -> dict[str, Outcome]:
+    """All ranks together."""
+    return {name: train_on_ranks(case) for name, case in cases.items()}
+
+
+def assert_equal(found: list[Outcome], expected: Outcome, tolerance: float) -> None:
+    """``found``: of each rank."""
+    for rank, outcome in enumerate(found):
+        assert outcome.norms == pytest.approx(expected.norms, rel=100 * tolerance)
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=0.0, atol=tolerance)
+        assert outcome.dense == found[0].dense, "to the bit"
+        if rank == 0:
+            torch.testing.assert_close(outcome.state, expected.state, rtol=0.0, atol=20 * tolerance)

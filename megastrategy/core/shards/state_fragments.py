@@ -153,7 +153,8 @@ class StateFragments:
                 if (reason := describe_undividable(name, value, (fragment.numel,))) is not None:
                     raise CheckpointError(f"the optimizer keeps {reason}")
                 kinds.append((name, (value.dtype, value.shape) if isinstance(value, Tensor) else None))
-            if keys:
+            # An owner without state is in it too, beside owners of other parts that may have some.
+            if keys or (not kinds and fragment.numel):
                 params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in fragment.shards)
             if kinds:
                 alike.setdefault(tuple(kinds), []).append(fragment)
@@ -199,11 +200,16 @@ def agreed_keys(by_owner: Sequence[Description], layout: BufferLayout, all_reduc
     keys: dict[int, Keys] = {}
     for description in reversed(by_owner):
         keys.update(description.keys)
-    for index, owners in divided_params(layout):
-        found = [
-            {**description.kinds.get(index, {}), **dict(description.keys.get(index, ()))}
-            for description in by_owner[owners.start : owners.stop]
-        ]
+    # As the ranks say it: of an expert a rank knows its own part, which may be of another size than the others'.
+    owners_of: dict[int, list[int]] = {}
+    for rank, description in enumerate(by_owner):
+        for index in description.keys.keys() | description.kinds.keys():
+            owners_of.setdefault(index, []).append(rank)
+    for index, owners in sorted(owners_of.items()):
+        if len(owners) == 1:
+            continue
+        descriptions = (by_owner[owner] for owner in owners)
+        found = [{**each.kinds.get(index, {}), **dict(each.keys.get(index, ()))} for each in descriptions]
         if all(state == found[0] for state in found):
             continue
         names = dict.fromkeys(name for state in found for name in state)
@@ -211,20 +217,6 @@ def agreed_keys(by_owner: Sequence[Description], layout: BufferLayout, all_reduc
         agreed = [(name, _agree(name, param, owners, found, all_reduce_option)) for name in names]
         keys[index] = tuple((name, dtype) for name, dtype in agreed if dtype is not None)
     return keys
-
-
-def divided_params(layout: BufferLayout) -> Iterator[tuple[int, range]]:
-    """Yields the parameters that have several owners in an instance, with these owners, bucket after bucket."""
-    for bucket in layout.buckets:
-        shard_numel = bucket.shard_numel
-        # Not by holders(), which every save would call for thousands of parameters: few of them cross a border.
-        for index in bucket.params:
-            slot = layout.slots[index]
-            if slot.start == slot.end:  # has no elements, and its bucket may have none
-                continue
-            first, last = (slot.start - bucket.start) // shard_numel, (slot.end - 1 - bucket.start) // shard_numel
-            if first < last:
-                yield index, range(first, last + 1)
 
 
 def _agree(
@@ -248,8 +240,8 @@ def _agree(
     dtypes = {kind for kind in kinds if isinstance(kind, torch.dtype)}
     if not dtypes:
         return None
-    # A part of one element looks like a counter: the owners of longer parts decide.
-    dtypes_found = {kind[0] if isinstance(kind, tuple) and kind[1] == (1,) else kind for kind in kinds}
+    # A part of one element looks like a counter, and so does one of none: the owners of longer parts decide.
+    dtypes_found = {kind[0] if isinstance(kind, tuple) and kind[1] in ((0,), (1,)) else kind for kind in kinds}
     if len(dtypes_found) > 1:
         raise CheckpointError(
             f"state {name!r} of parameter {param!r} is kept in different ways on different ranks: "

@@ -16,7 +16,6 @@ from megastrategy.core.layout.build import build_layout, default_bucket_size
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.recurrent_weights import ChunkPlace
 from megastrategy.core.layout.strides import contiguous_stride, dense_stride
-from megastrategy.core.shards.state_fragments import divided_params
 
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 
@@ -57,18 +56,6 @@ def test_every_element_is_owned_by_exactly_one_rank_of_an_instance(layout: Buffe
                     for element in range(owned[0] - start, owned[1] - start):
                         owners[element] += 1
             assert owners == [1] * param.numel
-
-
-@given(layouts())
-@settings(deadline=None, max_examples=200)
-def test_params_that_several_ranks_own_are_found_with_these(layout: BufferLayout) -> None:
-    owners = {
-        index: [rank for rank in range(layout.num_shards) if layout.owned_range(index, rank) is not None]
-        for index in layout.param_order
-    }
-    assert {index: list(ranks) for index, ranks in divided_params(layout)} == {
-        index: ranks for index, ranks in owners.items() if len(ranks) > 1
-    }
 
 
 @given(layouts())

@@ -22,11 +22,12 @@ from tests.support.experts import (
     Experts,
     Outcome,
     Trainee,
+    assert_equal,
     batch_of,
     expert_mesh,
     make_module,
     train_alone,
-    train_on_ranks,
+    train_each,
 )
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import whole
@@ -61,27 +62,14 @@ ROUNDED = {
 }
 
 
-def train_all() -> dict[str, Outcome]:
-    return {name: train_on_ranks(case) for name, case in (CASES | ROUNDED).items()}
-
-
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Outcome]]:
-    return run_processes(RANKS, train_all)
-
-
-def assert_equal(found: list[Outcome], expected: Outcome, tolerance: float) -> None:
-    for rank, outcome in enumerate(found):
-        assert outcome.norms == pytest.approx(expected.norms, rel=100 * tolerance)
-        torch.testing.assert_close(outcome.weights, expected.weights, rtol=0.0, atol=tolerance)
-        assert outcome.dense == found[0].dense, "to the bit"
-        if rank == 0:
-            torch.testing.assert_close(outcome.state, expected.state, rtol=0.0, atol=20 * tolerance)
+    return run_processes(RANKS, train_each, CASES | ROUNDED)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_they_train_as_in_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
-    assert_equal([by_case[name] for by_case in ranks], train_alone(CASES[name], RANKS), 2e-6)
+    assert_equal([by_case[name] for by_case in ranks], train_alone(CASES[name], RANKS), 1e-6)
 
 
 @pytest.mark.parametrize("name", ROUNDED)

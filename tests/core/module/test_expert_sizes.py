@@ -1,0 +1,255 @@
+"""Divided experts on six and eight ranks, and on four with options, tokens and parameters that are not as usual, beside
+one process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core import build_layout
+from tests.support.experts import (
+    Case,
+    Experts,
+    Model,
+    Outcome,
+    Trainee,
+    assert_equal,
+    batch_of,
+    expert_mesh,
+    make_module,
+    train_alone,
+    train_each,
+)
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import whole
+
+RANKS = 4
+ALL_REDUCE = (("use_distributed_optimizer", False),)
+INSTANCES = (("num_distributed_optimizer_instances", 2),)
+POOLED = (("grad_buffer", "pooled"),)
+SIZES = {
+    8: {
+        "2 x 4": Case(2, steps=20),
+        "4 x 2": Case(4, steps=20),
+        "8 x 1": Case(8, num_experts=8, steps=20),
+        "5 experts on 4 x 2": Case(4, num_experts=5),
+        "2 x 4, 2 instances": Case(2, options=INSTANCES),
+        "4 x 2, 2 instances, 5 experts": Case(4, num_experts=5, options=INSTANCES),
+        "2 x 4, 4 instances": Case(2, options=(("num_distributed_optimizer_instances", 4),)),
+        "2 x 4, 2 instances, pooled": Case(2, microbatches=2, options=INSTANCES + POOLED),
+        "2 x 4, 2 instances, 3 reductions": Case(2, microbatches=3, syncs_each=True, options=INSTANCES),
+        "2 x 4, all-reduce": Case(2, options=ALL_REDUCE),
+    },
+    6: {
+        "2 x 3": Case(2, steps=20),
+        "3 x 2": Case(3, steps=20),
+        "5 experts on 3 x 2": Case(3, num_experts=5),
+        "5 experts on 6 x 1": Case(6, num_experts=5),
+        "2 x 3, 3 instances": Case(2, options=(("num_distributed_optimizer_instances", 3),)),
+        "2 x 3, pooled": Case(2, microbatches=2, options=POOLED),
+        "2 x 3, all-reduce": Case(2, options=ALL_REDUCE),
+    },
+    4: {
+        "3 experts on 4 x 1": Case(4, num_experts=3),
+        "3 experts on 4 x 1, pooled": Case(4, num_experts=3, options=POOLED),
+        "4 x 1, pooled, 2 microbatches": Case(4, microbatches=2, options=POOLED),
+        "4 x 1, 3 reductions": Case(4, microbatches=3, syncs_each=True),
+        "4 x 1, all-reduce, 3 reductions": Case(4, microbatches=3, syncs_each=True, options=ALL_REDUCE),
+        "state on the host": Case(2, optimizer="adamw", options=(("offload_optimizer_states", True),)),
+        "no overlap": Case(2, options=(("overlap_grad_reduce", False),)),
+        "all tokens on two experts for three steps": Case(2, crowded_steps=(1, 2, 3)),
+        "and no gradient of the others": Case(4, crowded_steps=(1, 2, 3), uses_idle=False),
+        "and all-reduce": Case(2, crowded_steps=(0, 1, 2), uses_idle=False, options=ALL_REDUCE),
+        "and pooled": Case(4, crowded_steps=(0, 1, 2), uses_idle=False, options=POOLED),
+        "a layer that no rank uses for three steps": Case(2, shallow_steps=(0, 1, 2), steps=8),
+        "and AdamW": Case(4, shallow_steps=(0, 1, 2), steps=8, optimizer="adamw"),
+    },
+}
+PAIRS = [(size, name) for size, cases in SIZES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def by_size() -> dict[int, list[dict[str, Outcome]]]:
+    return {size: run_processes(size, train_each, cases) for size, cases in SIZES.items()}
+
+
+@pytest.mark.parametrize(("size", "name"), PAIRS)
+def test_any_number_of_ranks_trains_as_one_process(
+    by_size: dict[int, list[dict[str, Outcome]]], size: int, name: str
+) -> None:
+    assert_equal([by_case[name] for by_case in by_size[size]], train_alone(SIZES[size][name], size), 1e-6)
+
+
+# --- a mesh of one expert rank ---------------------------------------------------------------------------------------
+
+
+def train_with_and_without_a_mesh(options: tuple[tuple[str, Any], ...]) -> list[dict[str, bytes]]:
+    """This rank's weights, to the bit."""
+    found = []
+    for divides in (True, False):
+        case, module = Case(1, options=options), make_module(Case(1))
+        mesh = expert_mesh(1) if divides else None
+        for layer in module.layers if mesh is not None else ():
+            assert isinstance(layer, Experts)
+            layer.divide(mesh["ep"])
+        model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
+        trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
+        norms = trainee.train(range(4))
+        weights = {
+            name: bytes(getattr(param, "_local_tensor", param).detach().flatten().view(torch.uint8).numpy())
+            for name, param in module.named_parameters()
+        }
+        found.append(weights | {"norms": repr(norms).encode()})
+        model.close()
+    return found
+
+
+def with_each_option() -> list[list[dict[str, bytes]]]:
+    return [train_with_and_without_a_mesh(options) for options in ((), ALL_REDUCE, POOLED, INSTANCES)]
+
+
+def test_one_expert_rank_has_the_bits_of_a_model_without_a_mesh() -> None:
+    for by_option in run_processes(2, with_each_option):
+        for with_mesh, without in by_option:
+            assert with_mesh == without
+
+
+# --- buckets and what trains -----------------------------------------------------------------------------------------
+
+
+def train_and_move() -> dict[str, Outcome]:
+    """Moves all buckets to the order of registration, and a step later back to the reverse."""
+    found = {}
+    for name, case in MOVED.items():
+        trainee = Trainee.make(case)
+        engine, norms = trainee.model.engine, list[float]()
+        for step in range(case.steps):
+            if step in (2, 3):
+                specs = list(engine.layout.params)
+                order = range(len(specs)) if step == 2 else range(len(specs))[::-1]
+                engine.move_to(build_layout(specs, engine.config, RANKS, order))
+            norms += trainee.train([step])
+        found[name] = trainee.outcome(norms)
+        trainee.model.close()
+    return found
+
+
+MOVED = {
+    "sharded": Case(2),
+    "uneven": Case(4, num_experts=5),
+    "all-reduce": Case(2, options=ALL_REDUCE),
+    "instances": Case(2, options=INSTANCES, optimizer="adamw"),
+    "some have no state yet": Case(2, shallow_steps=(0, 1, 2, 3, 4), optimizer="adamw"),
+}
+
+
+def test_buckets_of_experts_move() -> None:
+    found = run_processes(RANKS, train_and_move)
+    for name, case in MOVED.items():
+        assert_equal([by_case[name] for by_case in found], train_alone(case, RANKS), 1e-6)
+
+
+def freeze(module: Model, trained: str) -> None:
+    for name, param in module.named_parameters():
+        param.requires_grad_(trained in name)
+
+
+PARTS = ("router", "up", "layers.1.down")
+
+
+def train_each_part() -> dict[str, Outcome]:
+    return {trained: train_a_part(trained) for trained in PARTS}
+
+
+def train_a_part(trained: str) -> Outcome:
+    case, mesh, module = Case(2, steps=4), expert_mesh(2), make_module(Case(2))
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(mesh["ep"])
+    freeze(module, trained)
+    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
+    params = [param for param in module.parameters() if param.requires_grad]
+    trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(params), model))
+    outcome = trainee.outcome(trainee.train(range(case.steps)))
+    model.close()
+    return outcome
+
+
+def train_a_part_alone(trained: str) -> Outcome:
+    case, module = Case(2, steps=4), make_module(Case(2))
+    freeze(module, trained)
+    params = [param for param in module.parameters() if param.requires_grad]
+    optimizer, norms = case.make_optimizer(params), []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            (module.loss(*batch_of(rank, step, 0), module) / RANKS).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
+        optimizer.step()
+    weights = {name: param.detach() for name, param in module.named_parameters()}
+    return Outcome(weights, norms, optimizer.state_dict()["state"])
+
+
+def test_routers_or_experts_train_by_themselves() -> None:
+    ranks = run_processes(RANKS, train_each_part)
+    for trained in PARTS:
+        assert_equal([by_part[trained] for by_part in ranks], train_a_part_alone(trained), 1e-6)
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def balance(layer: Experts, counts: Tensor) -> None:
+    """A router's bias of its own rule: experts with many tokens get fewer."""
+    layer.bias -= 0.05 * (counts.float() - counts.float().mean()).sign()
+
+
+def train_with_balanced_routers(case: Case) -> tuple[dict[str, Tensor], Tensor]:
+    trainee = Trainee.make(case)
+    layer = trainee.module.layers[0]
+    assert isinstance(layer, Experts)
+    for step in range(10):
+        trainee.optimizer.zero_grad()
+        counts = torch.zeros(case.num_experts)
+        for number in range(case.microbatches):
+            with contextlib.nullcontext() if number == case.microbatches - 1 else trainee.model.no_sync():
+                x, y = batch_of(dist.get_rank(), step, number)
+                (trainee.module.loss(x, y, trainee.model) / case.microbatches).backward()
+            counts += layer.counts
+        trainee.optimizer.clip_grad_norm_(0.5)
+        trainee.optimizer.step()
+        dist.all_reduce(counts)
+        balance(layer, counts)
+    trainee.model.finish_param_gather()
+    found = {name: whole(param) for name, param in trainee.module.named_parameters()}, layer.bias.clone()
+    trainee.model.close()
+    return found
+
+
+def test_a_router_whose_bias_follows_the_load_of_all_ranks_is_that_of_one_process() -> None:
+    case = Case(2, microbatches=2)
+    module = make_module(case)
+    layer = module.layers[0]
+    assert isinstance(layer, Experts)
+    optimizer = case.make_optimizer(module.parameters())
+    for step in range(10):
+        optimizer.zero_grad()
+        counts = torch.zeros(case.num_experts)
+        for number in range(case.microbatches):
+            for rank in range(RANKS):
+                (module.loss(*batch_of(rank, step, number), module) / RANKS / case.microbatches).backward()
+                counts += layer.counts
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        balance(layer, counts)
+    weights = {name: param.detach() for name, param in module.named_parameters()}
+    assert layer.bias.abs().sum() > 0.1, "the load was not even"
+    for found, bias in run_processes(RANKS, train_with_balanced_routers, case):
+        torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
+        assert torch.equal(bias, layer.bias)
