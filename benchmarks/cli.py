@@ -88,7 +88,7 @@ def _rank_counts(context: click.Context, parameter: click.Parameter, value: str 
     except ValueError:
         raise click.BadParameter(f"{value!r}: expected numbers, like 2,4") from None
     if min(counts) < 2 or max(counts) > 64:
-        raise click.BadParameter(f"{value!r}: expected 2 to 64 ranks; one has nobody to talk to")
+        raise click.BadParameter(f"{value!r}: expected 2 to 64 ranks; one rank has no peer")
     return counts
 
 

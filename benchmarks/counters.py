@@ -50,8 +50,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory that the storages of all tensors known to Python cover, overlaps counted once, but for activations.
 
     Args:
-        tensors: to look at besides those that the garbage collector knows of: a ``.grad`` that nobody has read yet is
-            not among them.
+        tensors: counted in addition to those that the garbage collector knows. A ``.grad`` that no code has read yet
+            is not among them.
     """
     spans = set()
     for tensor in [*tensors, *(obj for obj in gc.get_objects() if issubclass(type(obj), Tensor))]:

@@ -1,4 +1,4 @@
-"""The packages that optimizers come from, and which of theirs are tried."""
+"""The packages that optimizers come from, and the optimizers that are tried."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Library:
     Attributes:
         package: what pip installs.
         module: what is imported.
-        names: of its optimizers; with the options of a constructor in brackets where they are not its defaults.
-        muons: those of them that are given the matrices apart.
+        names: of its optimizers, with constructor options in brackets if they are not its defaults.
+        muons: the ones that get matrices in a separate group.
         source: where pip finds it, if not on the index.
-        told: what the groups of the matrices and of the other parameters are told, for ``muons``.
+        told: for ``muons``, the options of the group of matrices and of the group of other parameters.
     """
 
     package: str

@@ -94,7 +94,7 @@ class Found(NamedTuple):
     """Says what became of an optimizer.
 
     Attributes:
-        how: "flat", "whole", "mixed" or "refused"; "" where nobody came to know.
+        how: "flat", "whole", "mixed" or "refused"; "" if it is unknown.
         result: in words; begins with "DIFFERENT" or "FAILED" where it should not be as it is.
     """
 
@@ -277,7 +277,7 @@ def compare(ours: list[Outcome], theirs: list[Outcome]) -> str:
 
 
 def _of_what_is_kept(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the empty entries that some optimizers make for parameters of which they keep nothing."""
+    """Without the empty entries that some optimizers make for parameters without state."""
     return state | {"state": {number: values for number, values in state["state"].items() if values != {}}}
 
 

@@ -108,7 +108,7 @@ _ENGINES: dict[str, Callable[[DeviceMesh], Step]] = {
 
 
 def measure(rank: Rank, num_rounds: int, num_steps: int) -> dict[str, Any]:
-    """Times of all engines, on four ranks of which the first two are one machine's."""
+    """Times of all engines, on four ranks. The first two are on one machine."""
     mesh = DeviceMesh("cpu", torch.arange(rank.size).view(2, 2).T.contiguous(), mesh_dim_names=("pp", "dp"))
     engines = {name: make(mesh) for name, make in _ENGINES.items()}
     generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))

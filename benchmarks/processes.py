@@ -49,7 +49,7 @@ class Rank:
     """Given first to a function that runs on a rank.
 
     Attributes:
-        say: sends a word on progress to whoever waits for the result.
+        say: sends a word on progress to the waiting process.
     """
 
     number: int
@@ -167,7 +167,7 @@ def _settle_in(place: Place) -> None:
         os.sched_setaffinity(0, {place.core})
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)  # gloo tells there that it is connected
+    os.dup2(null, sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)  # gloo prints there once connected
     os.close(null)
 
 

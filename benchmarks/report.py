@@ -18,7 +18,7 @@ _CLAIMS = (
     "sharded peers use here and would not use on NCCL: nothing is claimed about NCCL. CUDA is unmeasured.",
     "bf16 arithmetic may be emulated on this processor: bf16 rows are for bytes, and for times only beside each other; "
     "so are Muon's, which iterates in bf16.",
-    "`bound` communicates nothing and takes the whole optimizer step, of which a sharded engine takes 1/d; so a "
+    "`bound` communicates nothing and takes the whole optimizer step, and a sharded engine 1/d of it; so a "
     "sharded engine may be faster than it.",
 )
 

@@ -1,4 +1,4 @@
-"""Tells prose from code, line by line, in a loop of one's own with Hugging Face Accelerate; only the import of
+"""Learns to distinguish prose from code, line by line, in a plain loop with Hugging Face Accelerate. Only the import of
 ``Accelerator`` is megastrategy's.
 
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_text.py              # two GPUs
@@ -97,7 +97,7 @@ class LineClassifier(nn.Module):
 
 @torch.no_grad()
 def accuracy(accelerator: accelerate.Accelerator, model: nn.Module, data: Any) -> float:
-    """The part of all processes' lines that are told right; each line counts once."""
+    """The share of all processes' lines with the right answer; each line counts once."""
     model.eval()
     right = []
     for texts, labels in data:

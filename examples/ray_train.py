@@ -52,7 +52,7 @@ class FailsOnce(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == self.epoch and trainer.global_rank == 1 and not self.mark.exists():
             self.mark.touch()
-            raise RuntimeError("this worker fails, as it was told to")
+            raise RuntimeError("this worker fails on request")
 
 
 def train(config: dict[str, Any]) -> None:

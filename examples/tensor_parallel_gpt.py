@@ -113,7 +113,7 @@ def parallelize(module: GPT, mesh: DeviceMesh) -> None:
 
 
 def windows(text: Tensor, step: int, number: int) -> Tensor:
-    """(number, CONTEXT + 1) bytes: the same for all ranks, of which each data-parallel rank takes its part."""
+    """(number, CONTEXT + 1) bytes: the same for all ranks. Each data-parallel rank trains on its part."""
     starts = torch.randint(len(text) - CONTEXT - 1, (number,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
 

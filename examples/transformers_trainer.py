@@ -1,4 +1,4 @@
-"""Tells from which module of Python's standard library a line was taken, with a small BERT and Hugging Face's
+"""Learns which module of Python's standard library a line comes from, with a small BERT and Hugging Face's
 ``Trainer``. Nothing here is megastrategy's: the command that starts it chooses what trains.
 
     export ACCELERATE_USE_CPU=true  # unless there are two GPUs

@@ -1,9 +1,9 @@
-"""Finds from the ranks' measurements what a training waits for. Pure functions.
+"""Finds the bottleneck of a training from the ranks' measurements. Pure functions.
 
 [Note: clocks of ranks]
 Launches are compared over ranks, whose clocks differ: by nothing between processes of a machine, by milliseconds
-between machines. A collective ends on all ranks at about the same moment, so where the backend reports that time
-(gloo) the medians of those ends align the clocks. Elsewhere clocks are used as they are.
+between machines. A collective ends on all ranks at about the same moment. If the backend reports that time (gloo), the
+medians of these ends align the clocks. Elsewhere clocks are used as they are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """Counts how often a rank was the last to launch a bucket, and by how much, in the median of those.
+    """Counts how often a rank was the last to launch a bucket, and by how much in the median.
 
     ``num_launches`` are the buckets that all ranks launched.
     """

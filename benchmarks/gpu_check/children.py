@@ -53,7 +53,7 @@ def ask_where(pids: Sequence[int]) -> None:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of a group, its leader first; the leader alone where nobody tells."""
+    """The processes of a group, its leader first; only the leader if the system lists none."""
     found = [group]
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -115,7 +115,7 @@ class HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._reads(func, args, kwargs or {}):
-            # Whoever called the tensor's method. What the user's optimizer reads, which core calls, is not core's.
+            # The caller of the tensor's method. A read of the user's optimizer, which core calls, is not core's.
             caller = next((name for name in _callers() if not name.startswith(("torch._tensor.", __name__))), "")
             if caller.startswith("megastrategy.core."):
                 self.counts[f"{caller}: {func.__name__}"] += 1

@@ -16,7 +16,7 @@ class Verdict(enum.Enum):
     FAIL = "FAIL"
     """It is not, or nothing came out: the reason follows."""
     MEASURED = "MEASURED"
-    """A figure that nobody promised; no limit."""
+    """A figure without a promise or a limit."""
     SKIPPED = "SKIPPED"
     """Not looked at, for the reason that follows."""
 
@@ -55,7 +55,7 @@ class Line:
         return "  ".join(part for part in (text, self.detail, figures) if part)
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, of which NaN and infinities are strings: JSON has none."""
+        """Plain values. NaN and infinities are strings, since JSON has none."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {"verdict": self.verdict.value, "figures": {name: _plain(v) for name, v in self.figures.items()}}
         return {name: _plain(value) for name, value in fields.items()}

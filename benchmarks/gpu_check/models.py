@@ -24,8 +24,8 @@ class Model(nn.Module):
 
 
 class Awkward(Model):
-    """A tied weight, a frozen layer, a scalar, odd sizes, a layer used twice, a branch on odd steps, one on rank 0,
-    BatchNorm, a layer never used."""
+    """A model with awkward parts: a tied weight, a frozen layer, a scalar, odd sizes, a layer used twice, a branch on
+    odd steps, one on rank 0, BatchNorm, a layer never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Branches(Model):
 
     Attributes:
         streams: as a device has them.
-        side_stream: set by whoever trains it.
+        side_stream: set by the training loop.
     """
 
     def __init__(self) -> None:

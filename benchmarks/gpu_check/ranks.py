@@ -51,7 +51,7 @@ class Place:
         num_gpus: rank r works on the device r modulo this.
         timeout_s: the process group's.
         environment: variables that are set before anything touches the device.
-        binds: whether the process group is told the device, as Lightning does; torch then connects at once.
+        binds: whether the process group gets the device, as under Lightning; torch then connects at once.
         has_group: False leaves the process group to the function, with the variables that torchrun sets.
     """
 

@@ -116,7 +116,7 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are in no other of the same thread: an operator of torch's calls others."""
+    """The events that are in no other of the same thread: an operator of torch's calls others."""
     found: list[dict[str, Any]] = []
     end_by_thread: dict[Any, float] = {}
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):

@@ -32,8 +32,8 @@ from .ranks import Rank
 
 Options = tuple[tuple[str, Any], ...]
 Late = Literal["nothing", "results", "gradients", "one rank"]
-"""Who sleeps: nobody; results before they are delivered; gradients before they are accumulated; one rank, another in
-each step. No bit may depend on it."""
+"""The part that sleeps: none; results before they are delivered; gradients before they are accumulated; one rank,
+another in each step. No bit may depend on it."""
 SLEEP_MS = 2.0
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -132,7 +132,7 @@ def wrap(
 
 
 def let_gradients_sleep(rank: Rank, module: nn.Module, late: Late) -> Callable[[int], None]:
-    """Registers hooks that hold the stream up before gradients are accumulated. What it returns is told each step."""
+    """Registers hooks that hold the stream up before gradients are accumulated. Call the result with each step."""
     step_now = 0
 
     def pause(grad: Tensor, number: int) -> None:

@@ -35,7 +35,7 @@ def nccl_version() -> tuple[int, ...]:
         with contextlib.suppress(OSError, AttributeError):
             if ctypes.CDLL(name).ncclGetVersion(ctypes.byref(code)) == 0:
                 return parse_nccl(code.value)
-    # Linked into torch, whose names nobody else sees.
+    # Linked into torch, whose names are not visible outside.
     return tuple(torch.cuda.nccl.version())
 
 

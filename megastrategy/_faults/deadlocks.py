@@ -90,7 +90,7 @@ class DeadlockFinder:
         self._name = name
         self._failed: tuple[str, float] | None = None  # which exception, and since when
         self._groups: dict[str, Collectives] = {}
-        self._place: tuple[str, int] | None = None  # of this rank's note: of which exception, and its number
+        self._place: tuple[str, int] | None = None  # of this rank's note: its exception and number
 
     def watch(self, purpose: str, collectives: Collectives) -> Collectives:
         """Asks :meth:`_why_in_vain` from now on while a rank waits in ``collectives``.

@@ -35,7 +35,7 @@ class DistributedDataParallel(nn.Module):
         config: the options; None for the defaults.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
             For a module that ``parallelize_module`` has cut, the group of the mesh's data-parallel dimension.
-        collectives: used instead of those that fit the group (for tests and measurements).
+        collectives: used instead of the group's own (for tests and measurements).
         expert_mesh: the data-parallel ranks in two named dimensions: ranks with the same experts, ranks with different
             ones. Experts are DTensors, ``Shard`` over the second.
         listener: called with every :class:`~megastrategy.core.events.Event`.

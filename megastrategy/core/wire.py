@@ -5,7 +5,7 @@ configuration's ``grad_wire_dtype`` and ``param_wire_dtype``.
 ``torch.int8`` means blocks: 64 numbers are 64 codes, followed by their scale, in two bytes of bf16. A number is its
 code times the scale, exact in fp32. Blocks are adjacent, so that parts of what is sent are parts of one 1-D tensor, as
 in 16 bits. 64 elements is the layout's alignment of parameters and shards: a block never contains numbers of two
-owners, or of two parameters, of which the smaller ones would become zeros.
+owners, or of two parameters, where the smaller ones would become zeros.
 
 The scale is the largest magnitude over 127. Its rounding to bf16 turns 127 into at most 127.25, so no code is out of
 range. A block that contains NaN or infinity has a scale that is not finite, and is read as only NaN and infinities.

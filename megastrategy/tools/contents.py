@@ -1,4 +1,4 @@
-"""Finds what ``megastrategy checkpoint inspect`` tells, without reading any tensor's data."""
+"""Finds the output of ``megastrategy checkpoint inspect`` without reading any tensor's data."""
 
 from __future__ import annotations
 

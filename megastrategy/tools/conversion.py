@@ -85,7 +85,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
         names: of the parameters of every optimizer that has any state.
         directory: to be made.
         force: replace a checkpoint that is there.
-        progress: is told of the bytes of tensors.
+        progress: called with the bytes of tensors.
 
     Raises:
         CheckpointError: if names are missing or wrong, or ``directory`` is there and not to be replaced.
@@ -161,7 +161,7 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path, advance: 
     except CheckpointException as error:  # a BaseException
         cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
         while not isinstance(cause, OSError) and (reason := cause.__cause__ or cause.__context__):
-            cause = reason  # torch.save tells of a failed write in words of its own
+            cause = reason  # torch.save reports a failed write in its own words
         raise cause from error
     with (staged / EXTRA_FILE).open("wb") as file:
         torch.save(extra, file)

@@ -1,7 +1,8 @@
 """Folders that ``Accelerator.save_state`` and ``transformers.Trainer`` leave: several files that are one checkpoint.
 
 The weights are found by the names of their files. Of safetensors only the header is read, by its format, so that no
-package is needed for it. Files of random state and of training arguments hold objects: they are told by name and size.
+package is needed for it. Files of random state and of training arguments contain objects: they are listed by name
+and size.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
             main_params = read_object(file, trust)
         else:
             parts.extra[file.name] = SavedFile(file.stat().st_size)
-    # told as a broken directory, which it is if its save was cut off; else one of those below is meant
+    # named as a broken directory, which it is after an interrupted save; else a folder below is meant
     if not parts.models and not parts.optimizers:
         what = describe_folder(path) or (
             f"is no complete sharded checkpoint: it has no .metadata, which is written last{_below(path)}"
@@ -125,9 +126,9 @@ def _optimizer(file: Path, trust: bool) -> dict[str, Any]:
 
 
 def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of which a safetensors file tells, on the "meta" device.
+    """Yields the tensors in the header of a safetensors file, on the "meta" device.
 
-    It begins with eight bytes, the length of a JSON header. In that, data lies by offsets from the header's end.
+    The file begins with eight bytes, the length of a JSON header. The header has offsets of data from its end.
     """
     try:
         with file.open("rb") as content:

@@ -1,8 +1,8 @@
-"""Names the gaps between the engine's spans, in which it tells nothing of what a rank does.
+"""Names the gaps between the engine's spans, in which it has no events of a rank's work.
 
-A gap is named by what comes before and after it. Batches that a ``DataLoader`` hands out are told by the recorder, and
-are cut out of the gap that they lie in. Forwards without gradients that lie in no training step's forward, and what is
-between them, are one gap, an evaluation: nothing in it is training.
+A gap is named by the spans before and after it. The recorder reports batches of a ``DataLoader``, and these are cut out
+of the gap. Forwards without gradients outside of a training step's forward, and the time between them, are one gap, an
+evaluation: nothing in it is training.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _name(before: Span | None, after: Span | None, has_optimizer: bool) -> str:
     # a wait of index 0 is for gradients: a step that clips in a hook waits for them before it begins
     if before.kind in (_BACKWARD, _WAIT) and (after.kind is _STEP or (after.kind is _WAIT and not after.index)):
         return BEFORE_STEP
-    # a plain optimizer tells nothing, so its step lies in this gap, too
+    # a plain optimizer has no events, so its step is in this gap, too
     if before.kind is _BACKWARD:
         return MICROBATCHES if has_optimizer else PLAIN
     return BETWEEN if has_optimizer else PLAIN

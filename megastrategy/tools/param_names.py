@@ -29,8 +29,8 @@ Names = dict[str, list[list[str]]]
 def names_in_file(parts: Parts) -> Names:
     """Returns the names that are in the file, by optimizer.
 
-    Those of optimizers that were made from ``named_parameters()``, in whose groups torch keeps them; and of those whose
-    state FSDP wrote, which is by name in files, too.
+    They are there for optimizers that were made from ``named_parameters()``, since torch keeps the names in their
+    groups, and for state that FSDP wrote, which is by name in files, too.
     """
     names: Names = {}
     for key, state in parts.optimizers.items():
@@ -59,7 +59,7 @@ def names_from(path: Path, trust: bool = False) -> Names:
             names = json.loads(path.read_text())
         except ValueError as error:
             raise CheckpointError(f"{path} is neither JSON nor a sharded directory: {error}") from error
-    # the file is written by hand: a wrong form is told here, not by an error from within
+    # the file is written by hand: a wrong form is named here, not by an error from within
     groups = list(names.values()) if isinstance(names, dict) else [None]
     if not all(
         isinstance(own, list)

@@ -28,10 +28,10 @@ MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 _TRAINER_MARK = "pytorch-lightning_version"
 
 Advance = Callable[[int], None]
-"""Tells that so many more bytes are done."""
+"""Reports that so many more bytes are done."""
 
 Progress = Callable[[str, int], Advance]
-"""Is told what begins, and of how many bytes it is."""
+"""Called with what begins, and its bytes."""
 
 
 def silent(what: str, total_bytes: int) -> Advance:
@@ -49,7 +49,7 @@ class Parts:
         writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library;
             "safetensors" of files in that format.
         models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
-        optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer), of which ``params`` and ``state`` have
+        optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer). Its ``params`` and ``state`` have
             numbers in a file, and parameter names in a directory.
         main_params: for some optimizers, the fp32 values of 16-bit weights by parameter name.
         extra: everything else.
@@ -170,7 +170,7 @@ def read_directory_parts(
         trust: for what is beside the tensors, and for the ``.metadata``.
         make: the tensor to read into, from what the directory says of it. By default nothing is read, and the tensors
             are on torch's "meta" device.
-        progress: is told of the bytes of tensors.
+        progress: called with the bytes of tensors.
 
     Raises:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
@@ -262,7 +262,7 @@ def _read_nested(
         told = next((cause for cause in causes if isinstance(cause, CheckpointError)), None)
         raise told or CheckpointError(f"{path} cannot be read: {error!r}") from error
     if make is None:
-        # without ``make`` the metadata alone is told: no byte of a tensor is read
+        # without ``make`` only the metadata is returned: no byte of a tensor is read
         values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
     places = metadata.planner_data or {name: (name,) for name in saved}  # in the order in which it was saved
     nested: dict[Any, Any] = {}
@@ -341,7 +341,7 @@ def by_name(
     Args:
         optimizer: torch's state_dict.
         names: of the parameters, group by group.
-        models: the weights, in one of which every name must be.
+        models: the weights; one of these must contain every name.
         source: where the state is from, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Runs an unmodified training script on local ranks, and records what every wrapped model in it tells.
+"""Runs an unmodified training script on local ranks, and records the events of every wrapped model in it.
 
 The ranks are started as torchrun starts them, with this module in front of the script (``python -m
 megastrategy.tools.profiling``). In such a process, which is the tool's own, every

@@ -7,8 +7,8 @@ clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
 A step begins with the first forward that trains, or with a backward if no forward is seen. It ends with the last event
 before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and what lies
 between steps (data loading, validation, logging) is not. Microbatches that are accumulated belong to the step that uses
-them. A plain optimizer, which may step after an all-reduce, tells nothing: there the synchronised backward is taken for
-it.
+them. A plain optimizer, which may step after an all-reduce, has no events: the synchronised backward counts as its
+step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Span:
         start_ns, end_ns: of a collective, when it ran if the backend reports that, otherwise from its launch to the end
             of the wait for it.
         launched_ns: when the engine asked for it; of all but collectives ``start_ns``.
-        has_run_times: whether it is a collective of which the backend told when it ran.
+        has_run_times: whether it is a collective whose run times the backend reported.
     """
 
     kind: EventKind
@@ -136,7 +136,7 @@ class ModelEvents:
     Attributes:
         reduced_bytes, gathered_bytes: by bucket.
         num_skipped_steps: how many steps it had done before the first of these events.
-        has_optimizer: whether a DistributedOptimizer steps it, and tells.
+        has_optimizer: whether a DistributedOptimizer steps it, and has events.
         recorded: what it was, and when gradients arrived, if that was kept.
     """
 

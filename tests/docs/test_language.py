@@ -13,7 +13,7 @@ import pytest
 
 from . import PAGES, ROOT
 
-SOURCES = sorted((ROOT / "megastrategy").rglob("*.py"))
+SOURCES = sorted(path for top in ("megastrategy", "examples") for path in (ROOT / top).rglob("*.py"))
 MOST_WORDS = 25
 """Of the first sentence of a docstring."""
 WIDEST_ROW = 240
@@ -47,13 +47,15 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:;])\s", paragraph, maxsplit=1)[0]
 
 
+def comments(source: str) -> list[tokenize.TokenInfo]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token for token in tokens if token.type == tokenize.COMMENT]
+
+
 def ends_of_comments(source: str) -> Iterator[tuple[int, str]]:
     """The last line of each comment of several lines."""
     lines = source.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    alone = [
-        token for token in tokens if token.type == tokenize.COMMENT and lines[token.start[0] - 1].lstrip()[0] == "#"
-    ]
+    alone = [token for token in comments(source) if lines[token.start[0] - 1].lstrip()[0] == "#"]
     places = {token.start for token in alone}
     for token in alone:
         line, column = token.start
@@ -72,6 +74,8 @@ def prose(page: Path) -> str:
 def test_docstrings_and_comments_are_plain(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     found = [f"{number}: {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if VAGUE.search(line)]
+    words = [(token.start[0], token.string) for token in comments(source)] + [*docstrings(source)]
+    found += [f"{line}: {match[0]}" for line, text in words for match in DIALECT.finditer(text)]
     for line, text in docstrings(source):
         sentence = first_sentence(text)
         if len(sentence.split()) > MOST_WORDS:

@@ -198,7 +198,7 @@ class _Normed(nn.Module):
 
 
 def train_with_sync_batch_norm(rank: Rank) -> str:
-    """Ranks that use different layers, beside collectives of somebody else's in forward and backward."""
+    """Ranks that use different layers, beside other code's collectives in forward and backward."""
     torch.manual_seed(0)
     module = nn.SyncBatchNorm.convert_sync_batchnorm(_Normed()).to(rank.device.torch_device)
     model = wrap(rank, module, {"bucket_size": 1000})

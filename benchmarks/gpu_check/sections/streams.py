@@ -46,7 +46,7 @@ def run_streams(context: Context) -> None:
 
 
 def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: str, late: Late) -> dict[str, tuple[int, str]]:
-    """By case, the elements that differ from a run on one stream that nobody holds up."""
+    """By case, the elements that differ from a run on one stream without delays."""
     rank.device.be_deterministic()
     plain = _train(rank, "one stream", gather, "nothing")
     found: dict[str, tuple[int, str]] = {}
@@ -113,7 +113,7 @@ def _average(rank: Rank, average: Model, module: Model, reader: Any) -> None:
     reader.wait_stream(streams.current_stream())
     with streams.stream(reader):
         update()
-    # As whoever changes weights while others read them must: the next step comes after the reader.
+    # Code that changes weights while another stream reads them must order them: the next step comes after the reader.
     streams.current_stream().wait_stream(reader)
 
 
@@ -121,7 +121,7 @@ def _average(rank: Rank, average: Model, module: Model, reader: Any) -> None:
 
 
 def run_recurrent(context: Context) -> None:
-    """L: an LSTM and a GRU train as under torch DDP, and nobody warns."""
+    """L: an LSTM and a GRU train as under torch DDP, without a warning."""
     places = {"alone": context.place("alone"), "together": context.place()}
     configs: dict[str, dict[str, Any]] = {"sharded": {}, "all-reduce": {"use_distributed_optimizer": False}}
     for full in context.cases([f"{way}.{name}" for way in places for name in configs]):

@@ -99,8 +99,8 @@ class Progress:
 
 
 class Responder:
-    """A daemon thread that tells rank 0 where this rank's main thread is. It sleeps in the store's ``wait``, on a
-    connection of its own, and costs nothing until rank 0 asks."""
+    """A daemon thread that reports to rank 0 where this rank's main thread is. It sleeps in the store's ``wait``, on
+    its own connection, and costs nothing until rank 0 asks."""
 
     _FILE_POLL_S = 0.2
     _CLOSE_TIMEOUT_S = 5.0
@@ -192,7 +192,7 @@ class RankCheck:
         self._num_answered = 0
 
     def start_responder(self) -> None:
-        """Starts a thread that tells rank 0 where this rank's main thread is; see :class:`Responder`."""
+        """Starts a thread that reports to rank 0 where this rank's main thread is; see :class:`Responder`."""
         self.num_optimizers += 1
         self.restart_responder()
 

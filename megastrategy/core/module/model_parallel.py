@@ -75,7 +75,7 @@ class ModelGroup:
         rank_name: what error messages call a rank of the group.
         ranks: None before :meth:`connect`, and if this rank is the only one.
         part_ranks: the ranks that have the other parts of this rank's parameters, which a file joins.
-        kind_of_parts: how error messages describe a parameter of which each rank has a part; empty if none is.
+        kind_of_parts: how error messages describe a parameter that is divided over the ranks; empty if none is.
         has_one_batch: whether the ranks get one batch.
         state: joins saved state, from :meth:`connect` on, if the ranks have other parameters of the model, in layouts
             of their own; None if they have parts of the same parameters, in one layout.
@@ -138,7 +138,7 @@ class ModelGroup:
     # --- parameters that several ranks of the group have -------------------------------------------------------------
 
     def common_names(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        """Returns, by name here, the name in the model of those parameters that several ranks have alike."""
+        """Returns the names in the model of the parameters that several ranks have alike, by their names here."""
         return {}
 
     def broadcast_common(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
@@ -211,7 +211,7 @@ class ModelParallel:
 
     @property
     def kind_of_parts(self) -> str:
-        """The words of error messages for a parameter of which each rank has a part."""
+        """The words of error messages for a parameter that is divided over the ranks."""
         return next((group.kind_of_parts for group in self.groups if group.kind_of_parts), "divided")
 
     def domain_of(self, param: Tensor) -> Domain | None:

@@ -39,7 +39,7 @@ class ModuleWatch:
         self._names: list[str] = []
         self._holders: list[dict[str, Parameter | None]] = []  # the dictionary of each parameter
         self._keys: list[str] = []  # its key there
-        self._removed: set[int] = set()  # ids of those that were not in the module at the last update
+        self._removed: set[int] = set()  # ids of parameters outside of the module at the last update
         self._others: list[Parameter] = []  # trainable ones that are not laid out
         # Those in modules of torch.jit, whose containers are no dictionaries: container, key, parameter.
         self._scripted: list[tuple[Any, str, Parameter]] = []

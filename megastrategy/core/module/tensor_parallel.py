@@ -33,7 +33,7 @@ from .model_parallel import ModelGroup
 
 
 class DTensorParts(LocalParts):
-    """The local parts of parameters of which some are DTensors, all of one mesh.
+    """The local parts of a model's parameters. Some parameters are DTensors, all of one mesh.
 
     Attributes:
         tensor_ranks: the ranks over which gradients may be sums; None if there are none.

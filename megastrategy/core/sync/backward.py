@@ -48,9 +48,9 @@ class Preparation:
         syncs: whether a forward trained and ended outside ``no_sync``.
         accumulates: whether a forward trained under ``no_sync``.
         inside_forward: whether a forward is running that runs its backwards itself (Lightning's manual optimization).
-        graph: torch's number of the backward inside of which the last forward ran.
-        spent_in: torch's number of a backward inside of which a synchronised one has ended; the rest of it is
-            synchronised as well.
+        graph: torch's number of the backward that the last forward ran in.
+        spent_in: torch's number of a backward in which a synchronised one has ended; the rest of it is synchronised
+            as well.
     """
 
     syncs: bool = False

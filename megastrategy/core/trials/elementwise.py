@@ -57,8 +57,8 @@ class Findings:
         changed_entries: the entries of groups that its steps change, beside options that the user sets.
         whole_groups: the numbers of groups whose shards would not be, but whose parameters are stepped each by itself,
             so that they can be divided among ranks as a whole.
-        whole_tensors: how many numbers the optimizer keeps for each element of those, at most, by their number of
-            dimensions: Adafactor keeps one of vectors, and none of matrices.
+        whole_tensors: how many numbers the optimizer keeps per element of these parameters, at most, by their number
+            of dimensions: Adafactor keeps one of vectors, and none of matrices.
         may_communicate: whether the code of its step names torch.distributed.
         raised: whether the reason is an exception of a trial step of whole tensors.
     """
@@ -410,7 +410,7 @@ def trial_lr(group: dict[str, Any]) -> float | None:
 
 
 def _not_of_tensors(value: Any) -> Any:
-    """Leaves out what is kept by tensor: whole tensors and pieces cannot have it alike, and their movement tells."""
+    """Leaves out state by tensor, which whole tensors and pieces cannot have alike: their movement is compared."""
     return (
         {key: item for key, item in value.items() if not isinstance(key, Tensor)} if isinstance(value, dict) else value
     )

@@ -12,7 +12,7 @@ on gradients, which shards do not have between steps. What differs between the l
 element. Everything that a call can leave is compared: tensors, their state, the groups' options, the optimizer's
 attributes, the arguments and the result. A call that computes with state and leaves no trace of it cannot be judged.
 Some calls return what does the work later: a context manager, a generator, a function that holds the optimizer. Later
-the groups hold whole Parameters, of which the state has nothing. So a trial enters and walks what it is given.
+the groups contain whole Parameters, and the state has no entries for them. So a trial enters and iterates the result.
 """
 
 from __future__ import annotations

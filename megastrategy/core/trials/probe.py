@@ -61,7 +61,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     """Has functions that torch.compile made run as they are written while it is open.
 
     Hazard: an update that its optimizer compiles (Dion's Muon) would be compiled for each shape of the trials, which
-    takes minutes, and beyond torch's limit of recompilations raises an error that tells nothing of the update.
+    takes minutes, and beyond torch's limit of recompilations raises an error that says nothing about the update.
     """
     # A function can be compiled only where dynamo is imported; its import takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -10,7 +10,7 @@ What a trial can see depends on its tensors and gradients:
   over a piece is another than over the whole. They are small, as real ones are: what is divided by them shows.
 - A third of the weights begins at zero, where a movement is exact however small it is; decay shows on the others.
 - Gradients that drift, so that an estimate of the distance to go grows; and noise of the same size, so that signs
-  change and a mask of those that agree has holes.
+  change and a mask of equal signs has holes.
 - Every other gradient is nearly orthogonal to the weights, row by row: some updates project only then.
 - Whole tensors require gradients, as parameters do, and pieces do not, as shards.
 - The second rank's pieces are in the reverse order: on ranks the places of a group are not those of the parameters.

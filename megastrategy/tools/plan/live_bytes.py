@@ -3,7 +3,7 @@
 [Note: tensors without values]
 A tensor of :data:`LARGE_BYTES` or more is real to Python, to autograd and to the engine: it has a shape, an address and
 views. But its pages are never written, so the system gives it no memory; and an operation that reads or makes one is
-not carried out. ``FakeTensorMode`` tells the shapes of its results, operation by operation. Small results of such
+not carried out. ``FakeTensorMode`` computes the shapes of its results, operation by operation. Small results of such
 operations are zeros: a loss, an index, a flag can be read. Small tensors are computed, trial steps of optimizers among
 them. An operation whose shapes depend on values (``nonzero``) is carried out on whatever is there.
 """

@@ -35,7 +35,7 @@ class RankMemory:
         exchange_bytes: of what other ranks send while a backward runs, where ranks add it up themselves.
         activation_bytes: the most temporaries at once, with the batch: saved tensors, staging buffers, scratch of the
             optimizers.
-        saved_bytes: of those, what was alive at the end of the first forward.
+        saved_bytes: the part of them that was alive at the end of the first forward.
         computes: whether the step was carried out, and not its shapes alone.
     """
 

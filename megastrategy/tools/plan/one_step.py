@@ -326,7 +326,7 @@ class OneStep:
         elsewhere = {id(shard.main) for shard in shards if not shard.is_cut}
         for optimizer in self._optimizers.values() if shards else ():
             for tensor, values in optimizer.state.items():
-                # Under Parameters is the state of those that the model does not have.
+                # The keys that are Parameters are those outside of the model.
                 if not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in elsewhere:
                     yield from (value for value in _tensors(values) if value.dim() > 0)
 

@@ -200,7 +200,7 @@ _WITHIN = {
     EventKind.STEP_START: "step",
     EventKind.STEP_END: "other",
 }
-"""By the last event of those, what a rank is doing."""
+"""A rank's work, by the last of these events."""
 
 
 def _labelled(step: Sequence[_Told], recorded: RecordedModel) -> _Labelled:

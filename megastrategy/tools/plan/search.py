@@ -47,7 +47,7 @@ class TooManyError(ValueError):
     """Says why the best of so many cuts is not known for sure.
 
     Attributes:
-        best: of those that were looked at; None if none of them fits.
+        best: the best of the tried cuts; None if none of them fits.
     """
 
     best: Candidate | None = None
@@ -329,7 +329,7 @@ class _Grown:
         empty = torch.zeros(1, 0, dtype=torch.float64)
         grown = _Partial(torch.zeros(1, 1, dtype=torch.int64), empty, empty, *torch.zeros(2, 1, dtype=torch.float64))
         for stage in range(len(self._order)):
-            # In pieces, of which hardly anything may stay.
+            # In pieces: hardly anything of a piece may stay.
             kept, num_kept = [], 0
             for piece in grown.pieces(max(1, MOST_PARTIAL // len(self._question.layers))):
                 kept.append(self._next(piece, stage, limit))

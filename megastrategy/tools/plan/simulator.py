@@ -135,7 +135,7 @@ def simulate(step: Sequence[Operation], processor: Processor, num_steps: int = 3
     Args:
         step: what the program does in one step, without :class:`StepEnd`.
         processor: of a rank.
-        num_steps: at least 2, the first of which finds nothing in flight.
+        num_steps: at least 2; the first finds nothing in flight.
     """
     run = _Run([*step, StepEnd()] * num_steps, processor)
     run.to_the_end()

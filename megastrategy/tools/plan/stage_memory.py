@@ -88,8 +88,9 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
     first, saved, forward = layers[start], 0, 0
     sent_back = first.input_bytes if start and first.input_needs_grad else 0
     inner = 0  # backwards of layers whose output is not the stage's
-    beside = shared = passed = 0  # of those whose output lies where the stage's does: without it, with it, and where
-    # the layers behind pass its gradient on as it came into its buffer
+    # Layers whose output shares the stage's output memory: without it, with it, and with layers behind that pass its
+    # gradient on as it came into its buffer.
+    beside = shared = passed = 0
     is_received = True  # whether what the next layer takes lies where the stage received it
     for number in range(start, len(layers)):
         layer, is_end = layers[number], number == len(layers) - 1

@@ -199,7 +199,7 @@ class Schedule:
         return (_ring(self.network.link, self.layout.num_shards, 1, nbytes),)
 
     def _agreement(self) -> tuple[Phase, ...]:
-        """A byte a parameter, of which hops are what takes time."""
+        """A byte a parameter: the hops take the time."""
         ranks = self.layout.dp_size
         if ranks == 1:
             return ()
@@ -261,7 +261,7 @@ def settings(
 
 
 def advice(found: Sequence[Setting], config: DistributedDataParallelConfig) -> str:
-    """Says which options to write down, of those that were simulated; the fewest that are within 1 % of the best."""
+    """Says which of the simulated options to write down: the fewest that are within 1 % of the best."""
     own = next(
         s for s in found if (s.bucket_size, s.overlap_param_gather) == (config.bucket_size, config.overlap_param_gather)
     )

@@ -70,7 +70,7 @@ def of_profile(measured: Measured, link: Link | None, between: Link | None) -> T
 
 
 def of_operations(step: MeasuredStep, flops: float, link: Link, between: Link | None) -> Training:
-    """A training of which operations were counted, on devices that do ``flops`` of them in a second.
+    """A training whose operations were counted, on devices that do ``flops`` of them in a second.
 
     Raises:
         ValueError: if no operation was counted.
