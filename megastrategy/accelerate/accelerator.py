@@ -58,10 +58,11 @@ from .prepared_model import (
     PreparedModel,
     clip_norm_,
     clip_value_,
+    has_parts_of_grads,
     trained_by,
 )
 from .resumable_data import ResumableLoaders
-from .tensor_parallel import check_parallelism, full_state, optimizer_instances, showing_only_ties, wrap
+from .tensor_parallel import check_parallelism, expert_mesh_of, full_state, optimizer_instances, showing_only_ties, wrap
 from .transformers_trainer import wrap_trainer
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
@@ -79,6 +80,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     In one process nothing is sharded or reduced, and models are not wrapped, as under accelerate; those with 16-bit
     weights are wrapped for their fp32 main params.
+
+    Attributes:
+        expert_mesh: all ranks, as ("expert_data_parallel", "expert_parallel"): experts are divided over the second.
+            None without the plugin's ``expert_parallel_size``.
 
     Raises:
         ValueError: if another engine is asked for as well, by argument or environment.
@@ -116,6 +121,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         kind = str(self.distributed_type.value)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
+        self.expert_mesh = expert_mesh_of(self, self.megatron_ddp_plugin.expert_parallel_size)
         self._whole_optimizers = WholeOptimizers(self._warn)
         log = _log.info if self.is_main_process else (lambda line: None)
         ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
@@ -335,8 +341,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _clip(self, parameters: Any, ours: Callable[[Any, Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        # all-reduced gradients are in ``.grad``, where accelerate's clipping is right
-        parts = trained_by([model for model in PREPARED.open() if model.is_sharded], params)
+        # all-reduced gradients of whole parameters are in ``.grad``, where accelerate's clipping is right
+        parts = trained_by([model for model in PREPARED.open() if has_parts_of_grads(model)], params)
         # within a window of accumulation each rank clips its own gradients, as under torch DDP
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from .._checkpoints.directories import check_state_dict_type
-from ..core import DistributedDataParallelConfig, config_from_arguments
+from ..core import DistributedDataParallelConfig, check_expert_options, config_from_arguments
 
 if TYPE_CHECKING:
     ConfigFields = DistributedDataParallelConfig
@@ -44,11 +44,20 @@ class MegatronDDPPlugin(ConfigFields):
     """Chooses the output of ``save_state``: the files of torch DDP, or weights and optimizers as a directory that every
     rank writes its part of. Either is loaded."""
 
+    expert_parallel_size: int = 1
+    """The number of data-parallel ranks over which user code divides experts, by
+    ``accelerator.expert_mesh["expert_parallel"]``."""
+
     _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
 
     def __post_init__(self) -> None:
         check_state_dict_type(self.state_dict_type)
-        self.config()
+        size: object = self.expert_parallel_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"expert_parallel_size={size!r}: expected a number of ranks, 1 for no divided experts")
+        config = self.config()
+        if size > 1:
+            check_expert_options(config, "expert_parallel_size")
 
     @property
     def all_reduce_option(self) -> str:
@@ -66,9 +75,9 @@ class MegatronDDPPlugin(ConfigFields):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Returns the options that differ from the defaults, without ``state_dict_type``."""
+        """Returns the engine's options that differ from the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        del values["state_dict_type"]
+        del values["state_dict_type"], values["expert_parallel_size"]
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def config(self, **defaults: Any) -> DistributedDataParallelConfig:

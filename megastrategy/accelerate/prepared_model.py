@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +111,12 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         """Whether gradients are reduce-scattered, so that ``.grad`` is a placeholder when they are complete."""
         return self.layout.num_shards > 1
 
-    def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
+    def owned_grads(self, params: Sequence[Parameter]) -> list[Tensor]:
         """Returns this rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
         engine = self.engine
         engine.finish_grad_sync()
+        if not self.is_sharded:
+            return [grad for grad in engine.local_parts.local_grads(params) if grad is not None]
         indices = [engine.index_by_id[id(param)] for param in params]
         engine.grad_buffers.adopt_written_grads(indices)
         grads = [engine.owned_grad(index) for index in indices if engine.grad_buffers.has_grad[index]]
@@ -129,6 +131,11 @@ outlives each Accelerator."""
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def has_parts_of_grads(model: PreparedModel) -> bool:
+    """Whether each rank has parts of gradients only, which torch's clipping cannot join."""
+    return model.is_sharded or bool(model.engine.model_parallel.groups)
 
 
 def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[tuple[PreparedModel, list[Parameter]]]:
@@ -152,7 +159,8 @@ def clip_norm_(
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     own = [param.grad for param in extra if param.grad is not None]
     first = parts[0][0]
-    norm = total_grad_norm(_counted_grads(parts), norm_type, first.engine.shard_collectives, first.device)
+    owners = first.engine.shard_collectives if first.is_sharded else None
+    norm = total_grad_norm(_counted_grads(parts), norm_type, owners, first.device)
     # the data-parallel ranks first, so that all get the same bits
     for ranks in first.engine.model_parallel.collectives:
         norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]

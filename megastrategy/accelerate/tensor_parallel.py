@@ -1,4 +1,5 @@
-"""Accelerate's ``ParallelismConfig``, and models that torch or Transformers have cut over its ``"tp"`` dimension."""
+"""Accelerate's ``ParallelismConfig``, and models that torch or Transformers have cut over its ``"tp"`` dimension, or
+over the expert mesh."""
 
 from __future__ import annotations
 
@@ -15,29 +16,53 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from .._expert_mesh import EXPERT, check_has_experts, make_expert_mesh
 from .._faults.process_collectives import engine_collectives
 from ..core import SingleRankCollectives, cut_state, dtensors_of
 from .prepared_model import PreparedModel
 
-_OTHERS = {"cp_size": "context parallelism", "sp_size": "sequence parallelism over devices (Ulysses)"}
+_REFUSED = {
+    "cp_size": "context parallelism, which accelerate has on accelerators only with FSDP2: leave cp_size at 1, and cut "
+    "sequences in a plain loop, or by MegatronDDPStrategy(context_parallel_size=...) in Lightning or Fabric",
+    "sp_size": "sequence parallelism over devices (Ulysses), which this engine lacks: leave sp_size at 1, or use "
+    "accelerate's own Accelerator. dp_replicate_size, dp_shard_size, tp_size, and cp_size on CPUs, are understood",
+}
 
 
 def check_parallelism(arguments: dict[str, Any]) -> None:
-    """Refuses sizes of a ``ParallelismConfig``, given or in the environment, beside data and tensor parallelism.
+    """Refuses sizes of a ``ParallelismConfig``, given or in the environment, that this engine or accelerate lacks.
 
     Raises:
         ValueError: by the name of the size.
     """
     given = arguments.get("parallelism_config")
-    launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-    for name, what in _OTHERS.items():
+    launched = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    on_cpus = arguments.get("cpu") or _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    for name, what in _REFUSED.items():
         # where accelerate launch passes its file on
         size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) if launched else 1
-        if (size := size if given is None else getattr(given, name)) > 1:
-            raise ValueError(
-                f"ParallelismConfig({name}={size}) asks for {what}, which this engine lacks: leave {name} at 1, "
-                "or use accelerate's own Accelerator. dp_replicate_size, dp_shard_size and tp_size are understood"
-            )
+        size = size if given is None else getattr(given, name)
+        if size > 1 and not (name == "cp_size" and on_cpus):
+            raise ValueError(f"ParallelismConfig({name}={size}) asks for {what}")
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1")
+
+
+def expert_mesh_of(accelerator: Any, size: int) -> Any:
+    """Returns the mesh of ``expert_parallel_size``; None if that is 1. Collective.
+
+    Raises:
+        ValueError: if the processes cannot be divided so, or tensor ranks are asked for as well.
+    """
+    config = accelerator.parallelism_config
+    if size > 1 and config is not None and config.tp_enabled:
+        raise ValueError(
+            f"MegatronDDPPlugin(expert_parallel_size={size}) and ParallelismConfig(tp_size={config.tp_size}) are not "
+            "supported together: leave one of them at 1"
+        )
+    return make_expert_mesh(size, accelerator.num_processes, accelerator.device.type, "the number of processes")
 
 
 def optimizer_instances(config: Any) -> dict[str, int]:
@@ -48,16 +73,22 @@ def optimizer_instances(config: Any) -> dict[str, int]:
 
 
 def wrap(model: Module, accelerator: Any) -> PreparedModel:
-    """Wraps a model over the data-parallel ranks of an Accelerator.
+    """Wraps a model over the data-parallel ranks, and the context ranks, of an Accelerator.
 
     Raises:
-        ValueError: if there are tensor ranks, and the model has no tensor-parallel parameter.
+        ValueError: if there are tensor ranks, and the model has no tensor-parallel parameter, or no divided experts.
     """
     config, parallelism = accelerator.megatron_ddp_config, accelerator.parallelism_config
-    way_out = accelerator.megatron_ddp_plugin.all_reduce_option
+    way_out, expert_mesh = accelerator.megatron_ddp_plugin.all_reduce_option, accelerator.expert_mesh
     if parallelism is None or not parallelism.tp_enabled:
         collectives = engine_collectives(accelerator.device) if accelerator.use_distributed else SingleRankCollectives()
-        return PreparedModel(model, config, collectives=collectives, all_reduce_option=way_out)
+        if expert_mesh is not None:
+            check_has_experts(model, expert_mesh[EXPERT].size(), "accelerator")
+        ranks = {"collectives": collectives, "expert_mesh": expert_mesh}
+        made = PreparedModel(model, config, **ranks, all_reduce_option=way_out)
+        if expert_mesh is not None:
+            load_full_states(model)
+        return made
     if not dtensors_of(model):
         raise ValueError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}) and a {type(model).__name__} that has no "
@@ -65,7 +96,7 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
             "DistributedConfig(tp_size=...)), or call parallelize_module(model, "
             'accelerator.torch_device_mesh["tp"], plan) before it is prepared'
         )
-    group = _data_parallel_group(accelerator.torch_device_mesh, parallelism.dp_dim_names, accelerator.device)
+    group = _data_parallel_group(accelerator.torch_device_mesh, parallelism.dp_cp_dim_names, accelerator.device)
     made = PreparedModel(model, config, process_group=group, all_reduce_option=way_out)
     load_full_states(model)
     return made
@@ -74,9 +105,9 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
 def _data_parallel_group(mesh: Any, names: Sequence[str], device: torch.device) -> ProcessGroup:
     if names:
         with warnings.catch_warnings():
-            # accelerate flattens both dimensions into "dp", and keeps the result only in the mesh
+            # accelerate flattens the dimensions into "dp_cp", and keeps the result only in the mesh
             warnings.filterwarnings("ignore", "Slicing a flattened dim")
-            group: ProcessGroup = mesh[names[0] if len(names) == 1 else "dp"].get_group()
+            group: ProcessGroup = mesh[names[0] if len(names) == 1 else "dp_cp"].get_group()
         return group
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -202,7 +202,6 @@ def refusals() -> dict[str, str]:
 
     plain = nn.Linear(4, 4)
     found = {
-        "context": message(ValueError, lambda: on(cp_size=2)),
         "sequence": message(ValueError, lambda: on(sp_size=2)),
         "plain": message(ValueError, lambda: on(tp_size=2).prepare(plain)),
     }
@@ -213,7 +212,6 @@ def refusals() -> dict[str, str]:
 
 
 REFUSED = {
-    "context": "ParallelismConfig(cp_size=2) asks for context parallelism",
     "sequence": "ParallelismConfig(sp_size=2) asks for sequence parallelism over devices",
     "plain": "has no tensor-parallel parameter",
     "no sizes": "ParallelismConfig(tp_size=2, dp_shard_size=...)",

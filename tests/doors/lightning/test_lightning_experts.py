@@ -112,10 +112,13 @@ def fit(
     held = len(own.to_local() if hasattr(own, "to_local") else own)  # type: ignore[operator, arg-type]
     if not evaluates:
         return {}
+    options = options or {}
     evaluated = LitExperts()
-    if trainer.global_rank > 0:  # the first rank that has the same sends its own
-        with torch.no_grad():
+    with torch.no_grad():  # the first rank that has the same sends its own
+        if trainer.global_rank > 0:
             evaluated.model.head.weight.zero_()
+        if trainer.global_rank > 1 and trainer.world_size // options.get("expert_parallel_size", 1) > 1:
+            evaluated.model.layers[0].up.zero_()  # type: ignore[operator] # a parameter
     [untrained] = trainer.validate(evaluated, evaluated_on, verbose=False)
     [validated] = trainer.validate(LitExperts(), evaluated_on, ckpt_path=saved, verbose=False)
     return {"metrics": metrics, "untrained": untrained, "validated": validated, "held": held}
