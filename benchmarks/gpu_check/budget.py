@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 FIRST = ("A",)
 SIDE_BY_SIDE = (("C",), ("B", "E", "N", "L"), ("F", "H", "K"), ("O",))
 """Lanes that take about as long as each other."""
-IN_TURNS = ("I", "M", "J", "G", "P", "Q", "R", "D")
+IN_TURNS = ("I", "M", "J", "G", "P", "Q", "R", "D", "T")
 LAST = ("S",)
 
 _OF_CORRECTNESS, _OF_FIGURES = 0.5, 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import os
@@ -93,6 +94,10 @@ class Device(ABC):
     @abstractmethod
     def reserved_bytes(self) -> int:
         """Bytes that the process has taken from the device for tensors, in use or not."""
+
+    def partly_used(self) -> str:
+        """The sizes of pieces that the process has taken and uses in part, with how much of them and how many."""
+        return ""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -192,6 +197,12 @@ class CudaDevice(Device):
     def reserved_bytes(self) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved())
+
+    def partly_used(self) -> str:
+        pieces = [(one["total_size"], one["allocated_size"]) for one in torch.cuda.memory_snapshot()]
+        counted = collections.Counter((total, used) for total, used in pieces if used < total)
+        largest = sorted(counted.items(), key=lambda one: (one[0][1] - one[0][0]) * one[1])[:6]
+        return ", ".join(f"{n} x {used / MIB:.3f} of {total / MIB:.0f} MiB" for (total, used), n in largest)
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated())

@@ -11,20 +11,23 @@ import math
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _sanitizer
 
+from benchmarks.gpu_check import results
 from benchmarks.gpu_check.budget import Plan, Turn
 from benchmarks.gpu_check.context import LEFT_OUT, Context
 from benchmarks.gpu_check.devices import CudaDevice
 from benchmarks.gpu_check.lines import Line, Verdict, judged
 from benchmarks.gpu_check.ranks import FAKE_SIZE
-from benchmarks.gpu_check.sections import SECTIONS, work
+from benchmarks.gpu_check.sections import SECTIONS, parity, work
 from benchmarks.gpu_check.sections.several import hidden_share
 from benchmarks.gpu_check.traces import Span, Trace
 from benchmarks.gpu_check.versions import parse_nccl
@@ -304,7 +307,7 @@ def test_without_a_budget_all_cases_are_begun() -> None:
 
 @pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R,S", "O"])
+@pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F,T", "K,P", "N,R,S", "O"])
 def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--only", letters, "--json", str(tmp_path / "json"))
@@ -466,3 +469,67 @@ def test_the_page_has_every_section_by_its_own_words() -> None:
     assert listed == [(letter, section.about) for letter, section in SECTIONS.items()]
     a, b, c = re.findall(r"more than (\d+) \+ (\d+) a parameter \+ (\d+) a bucket", page)[0]
     assert (int(a), int(b), int(c)) == (work.A, work.B, work.C)
+
+
+# --- torch's sanitizer and two threads -------------------------------------------------------------------------------
+
+
+def num_reports(events: Any) -> int:
+    """What the sanitizer finds while two threads work, each of which has one stream wait for its other."""
+    reports: list[Any] = []
+
+    def work(write_on: int) -> None:
+        read_on, pointer, event = write_on + 1, 8 * write_on, 100 + write_on
+        for _ in range(300):
+            reports.extend(events._handle_kernel_launch(write_on, set(), {pointer}, set(), "", {pointer: []}))
+            events._handle_event_record(event, write_on)
+            events._handle_event_wait(event, read_on)
+            reports.extend(events._handle_kernel_launch(read_on, {pointer}, set(), set(), "", {pointer: []}))
+            events._handle_event_record(event, read_on)
+            events._handle_event_wait(event, write_on)
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(reports)
+
+
+def test_the_sanitizer_reports_nothing_that_two_threads_order(switches_at_once: None) -> None:
+    """Without the lock it takes one launch for the other's, and reports a wait that is there."""
+    assert num_reports(_sanitizer.EventHandler()) > 0
+    events = _sanitizer.EventHandler()
+    parity.look_at_one_launch_at_a_time(events)
+    assert num_reports(events) == 0
+
+
+@pytest.fixture
+def switches_at_once() -> Iterator[None]:
+    """Lets threads take turns as often as the interpreter can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+# --- what a GPU has shown --------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_results_has_the_tables_of_its_file() -> None:
+    page = (ROOT / "docs" / "project" / "gpu_results.md").read_text()
+    [path] = (ROOT / "docs" / "design" / "gpu").glob("*.json")
+    lines = results.last_lines(path)
+    assert results.verdicts(lines) in page
+    assert results.figures(lines) in page
+
+
+def test_a_line_of_a_later_run_counts(tmp_path: Path) -> None:
+    runs = [[("A.one", "FAIL"), ("A.gone", "FAIL"), ("B.one", "PASS")], [("A.one", "PASS")]]
+    path = tmp_path / "file.json"
+    content = [{"lines": [{"name": name, "verdict": verdict} for name, verdict in run]} for run in runs]
+    path.write_text(json.dumps({"runs": content}))
+    assert {name: line["verdict"] for name, line in results.last_lines(path).items()} == {
+        "A.one": "PASS",
+        "B.one": "PASS",
+    }

@@ -15,6 +15,7 @@ from . import (
     figures,
     frameworks,
     memory,
+    model_parallel,
     parity,
     several,
     streams,
@@ -63,6 +64,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "Q": Section("several GPUs: bandwidth by size and alignment, and what is hidden", several.run_links, 300, 60),
         "R": Section("several GPUs: what might wait for ever", several.run_hazards, 120, 60),
         "S": Section("first look: GPT of 124M and 1.3B beside torch DDP and FSDP2", figures.run, 300, 120),
+        "T": Section("tensor parallel layers, pipelines and experts beside one process", model_parallel.run, 90, 20),
     }
 )
 """In the order of their letters; a run without ``--only`` does all."""

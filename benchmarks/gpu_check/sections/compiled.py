@@ -14,7 +14,7 @@ from megastrategy.core import Event, EventKind
 from ..context import Context
 from ..models import SEED, Chain, Gpt
 from ..ranks import FAKE_SIZE, Place, Rank
-from ..training import wrap
+from ..training import wrap, wrap_in_ddp
 
 CLOSE = 1e-4
 """Relative: a compiler may fuse and so round otherwise; AdamW's first steps are signs."""
@@ -29,6 +29,7 @@ def run(context: Context) -> None:
     """The whole section."""
     compiled = [f"{order}{ending}" for order in _ORDERS for ending in ("", f".{_FAKE}")]
     graphed = ["whole-step-graph", "graphed-before-wrap", "graphed-after-wrap", f"graphed-after-wrap.{_FAKE}"]
+    graphed.append("graphed-under-ddp")
     for name in context.cases([*compiled, *graphed]):
         if name in graphed and context.is_host:
             context.skip(name, "the host has no CUDA graphs")
@@ -42,6 +43,8 @@ def run(context: Context) -> None:
                 context.check(name, found, 1e-6, unit="relative")
             elif what == "graphed-before-wrap":
                 context.check_equal(name, "equal or refused", context.ranks(wrap_graphed)[0])
+            elif what == "graphed-under-ddp":
+                context.measure(name, context.ranks(graph_under_ddp, place=context.place("alone"))[0])
             else:
                 [worst] = context.ranks(graph_wrapped, place=context.place("fake" if way else "alone"))
                 context.check(name, worst, CLOSE, unit="relative")
@@ -166,24 +169,44 @@ def wrap_graphed(rank: Rank) -> str:
 
 
 def graph_wrapped(rank: Rank) -> float:
-    """A layer whose calls are graphed after the first step of the wrapped model, as the refusal of a layer that was
-    graphed before advises; the largest relative difference of weights to the same steps without."""
+    """A layer whose calls are graphed after the first step of the wrapped model, on a stream of the loop's own, as the
+    refusal of a layer that was graphed before advises; the largest relative difference of weights to the same steps
+    without."""
     ended = []
     for graphed in (False, True):
         torch.manual_seed(SEED)
         device = rank.device.torch_device
         module = Chain(64).to(device)
-        model = wrap(rank, module, {"bucket_size": 5000})
-        optimizer = megastrategy.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
         x = module.sample(torch.Generator().manual_seed(rank.number)).to(device)
-        for step in range(2 * _STEPS):
-            if graphed and step == 1:
-                # Its input has a gradient in the model, and so in the graph.
-                torch.cuda.make_graphed_callables(module.layers[1], (x.clone().requires_grad_(),))
-            optimizer.zero_grad()
-            model(x, step, rank.number).backward()
-            optimizer.step()
         rank.device.synchronize()
-        model.close()
-        ended.append(torch.cat([param.detach().flatten() for param in module.parameters()]))
+        with rank.device.streams.stream(rank.device.streams.Stream(device)):
+            model = wrap(rank, module, {"bucket_size": 5000})
+            optimizer = megastrategy.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+            for step in range(2 * _STEPS):
+                if graphed and step == 1:
+                    _capture(module, x)
+                optimizer.zero_grad()
+                model(x, step, rank.number).backward()
+                optimizer.step()
+            model.close()
+            ended.append(torch.cat([param.detach().flatten() for param in module.parameters()]))
+        rank.device.synchronize()
     return float((ended[0] - ended[1]).abs().max() / ended[0].abs().max())
+
+
+def graph_under_ddp(rank: Rank) -> str:
+    """What torch DDP does where the same layer is graphed after a step on the default stream."""
+    module = Chain(64).to(rank.device.torch_device)
+    x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
+    model = wrap_in_ddp(rank, module, device_ids=[rank.device.index])
+    model(x, 0, rank.number).backward()
+    try:
+        _capture(module, x)
+    except RuntimeError as error:
+        return f"raises {type(error.__context__ or error).__name__}"
+    return "captures"
+
+
+def _capture(module: Chain, x: torch.Tensor) -> None:
+    # Its input has a gradient in the model, and so in the graph.
+    torch.cuda.make_graphed_callables(module.layers[1], (x.clone().requires_grad_(),))

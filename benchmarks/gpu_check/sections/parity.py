@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import torch
@@ -251,11 +252,22 @@ def _compare_on(context: Context, name: str, recipe: Recipe, place: Any) -> None
         )
 
 
-_ONE_GPU = (
+ONE_GPU = (
     ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
     ("NCCL_NVLS_ENABLE", "0"),  # each rank would want all of the GPU's multicast objects
     ("NCCL_MAX_CTAS", "2"),  # kernels of both ranks have to fit on it at once
 )
+
+
+def why_no_second_rank(context: Context) -> str:
+    """Why NCCL cannot connect two ranks here; empty if it can, or if gloo does."""
+    if context.is_host or context.num_gpus > 1:
+        return ""
+    [version] = context.ranks(loaded_nccl, place=context.place("alone"))
+    if tuple(version) >= SHARES_A_GPU:
+        return ""
+    needs = ".".join(map(str, SHARES_A_GPU))
+    return f"NCCL {'.'.join(map(str, version))}: from {needs} on it takes two ranks on one GPU"
 
 
 def run_nccl_on_one(context: Context) -> None:
@@ -263,21 +275,18 @@ def run_nccl_on_one(context: Context) -> None:
     if context.num_gpus > 1:
         context.skip("all", "C's ranks are connected by NCCL already, with a GPU each")
         return
-    if not context.is_host:
-        [version] = context.ranks(loaded_nccl, place=context.place("alone"))
-        if tuple(version) < SHARES_A_GPU:
-            needs = ".".join(map(str, SHARES_A_GPU))
-            context.skip("all", f"NCCL {'.'.join(map(str, version))}: from {needs} on it takes two ranks on one GPU")
-            return
+    if reason := why_no_second_rank(context):
+        context.skip("all", reason)
+        return
     for name in context.cases(RECIPES):
         if context.is_host and name not in ("contiguous", "pooled", "moved-buckets"):
             continue  # there it is the way that is tried, and C has had the recipes
         if name != "instances":  # four ranks' kernels would not fit
-            place = context.place("backend", 2, environment=() if context.is_host else _ONE_GPU)
+            place = context.place("backend", 2, environment=() if context.is_host else ONE_GPU)
             _compare_on(context, name, RECIPES[name], place)
     for _ in context.cases(["average"]):
         recipe = _recipe(average_in_collective=True)
-        _compare_on(context, "average", recipe, context.place("backend", 2, environment=_ONE_GPU))
+        _compare_on(context, "average", recipe, context.place("backend", 2, environment=ONE_GPU))
 
 
 def loaded_nccl(rank: Rank) -> tuple[int, ...]:
@@ -300,6 +309,21 @@ def run_sanitized(context: Context) -> None:
             context.check_equal(name, "2 ranks", "\n".join(report for report in reports if report))
 
 
+def look_at_one_launch_at_a_time(events: Any) -> None:
+    """Makes an event handler of torch's sanitizer usable by two threads.
+
+    It numbers a launch, and reads the number again for each argument. A thread that comes in between would give one
+    launch the other's number, and a wait for the first would seem to be missing.
+    """
+    lock, handle = threading.Lock(), events._handle_kernel_launch
+
+    def locked(*arguments: Any) -> Any:
+        with lock:
+            return handle(*arguments)
+
+    events._handle_kernel_launch = locked
+
+
 def train_sanitized(rank: Rank, recipe: Recipe) -> str:
     """Returns what the sanitizer says; empty if nothing."""
     from torch.cuda import _sanitizer
@@ -308,6 +332,7 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
 
     # Not by TORCH_CUDA_SANITIZER, which is read when torch is imported: a forked process has done that.
     _sanitizer.enable_cuda_sanitizer()
+    look_at_one_launch_at_a_time(_sanitizer.cuda_sanitizer.dispatch.event_handler)
     carry_out = ViaHostCollectives._carry_out
 
     # The sanitizer is a dispatch mode, and those are of one thread: what the staging's own does is shown to it as well.

@@ -97,7 +97,8 @@ def check_memory_is_own(
         which = repr(captured[0]) if captured[0] else "the module itself"
         raise ValueError(
             f"{which} was captured by make_graphed_callables: its CUDA graph reads the parameters at their present "
-            "addresses, and they move into a buffer. Wrap first, and capture after the first optimizer step (with "
+            "addresses, and they move into a buffer. Wrap first, train on a stream of your own (with "
+            "torch.cuda.stream(torch.cuda.Stream()):), and capture there after the first optimizer step (with "
             f"overlap_grad_reduce=False: at any time), or pass {all_reduce_option}"
         )
     furthest: dict[bool, tuple[int, str]] = {}  # where memory of tensors that move, and that stay, ends

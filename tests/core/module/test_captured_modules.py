@@ -48,7 +48,7 @@ def test_a_module_that_was_captured_before_it_is_wrapped_is_refused_by_name() ->
         capture(inner[1])
         text = refusal(group, inner)
         assert text.startswith("'1' was captured")
-        assert "capture after the first optimizer step" in text
+        assert "capture there after the first optimizer step" in text
         assert "use_distributed_optimizer=False" in text
         whole = nn.Linear(3, 3)
         capture(whole)
