@@ -195,7 +195,7 @@ def graph_wrapped(rank: Rank) -> float:
 
 
 def graph_under_ddp(rank: Rank) -> str:
-    """What torch DDP does where the same layer is graphed after a step on the default stream."""
+    """Says whether torch DDP captures the same layer after a step on the default stream."""
     module = Chain(64).to(rank.device.torch_device)
     x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
     model = wrap_in_ddp(rank, module, device_ids=[rank.device.index])
