@@ -73,7 +73,7 @@ def who_starts_interpreters_says_so(request: pytest.FixtureRequest) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nobody breaks the contract of collectives unseen, by an exception that is caught on its way."""
+    """Fails for every breach of the contract of collectives, also if its exception was caught."""
     with contextlib.ExitStack() as stack:
         if request.node.get_closest_marker("real_collectives") is not None:
             stack.enter_context(chosen_collectives.choosing(chosen_collectives.Choice()))

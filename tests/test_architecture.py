@@ -201,7 +201,7 @@ def test_folders_of_core_know_the_public_names_of_each_other_and_export_no_more(
 
 
 def test_only_collectives_talk_to_torch_distributed() -> None:
-    """Types aside (ProcessGroup in signatures), nobody else calls it."""
+    """Except for types (ProcessGroup in signatures), no other folder calls it."""
     for path in FILES_OF_CORE:
         if path.parent.name == "collectives":
             continue
@@ -256,8 +256,8 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
 )
 def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
     """Core by its public names: no door knows its files. No door imports another, but for the launcher, which opens
-    Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers; nobody imports
-    tools, but for ``megastrategy.plan``."""
+    Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers. Only
+    ``megastrategy.plan`` imports tools."""
     for name in imports(path):
         if name.startswith("."):
             target = resolved(path, name).split(".")
@@ -275,7 +275,7 @@ FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"
 
 
 def test_only_addresses_import_a_framework() -> None:
-    """What they share serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
+    """Their shared code serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
     Accelerate has two files that do, and its other files are read without; tools has one, for accelerate's launcher."""
     addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "ray", "launch"}
     others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "accelerate" / "replacement.py"}
@@ -400,7 +400,7 @@ def test_one_line_in_25_of_core_is_a_comment() -> None:
 
 @pytest.mark.parametrize("folder", ["megastrategy", "benchmarks", "examples"])
 def test_docstrings_begin_with_their_subject_or_verb(folder: str) -> None:
-    """Those of modules, classes, functions, and of the constants and fields that they stand under."""
+    """The docstrings of modules, classes, functions, constants and fields."""
     begin_otherwise = [
         f"{path}: {node.value.value}"
         for path in sorted((PACKAGE.parent / folder).rglob("*.py"))

@@ -129,7 +129,7 @@ def test_torch_ddp_arguments_have_a_meaning_here() -> None:
 
 
 def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:
-    """Of the installed torch: an argument that a newer one has is not unknown here."""
+    """The defaults of the installed torch: an argument that a newer one has is not unknown here."""
     parameters = inspect.signature(TorchDDP.__init__).parameters.values()
     defaults = {item.name: item.default for item in parameters if item.name not in ("self", "module", "process_group")}
     del defaults["bucket_cap_mb"]  # its default is None, and where the signature says 25, that is a size like another
@@ -142,7 +142,7 @@ def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:
 def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
     ours: int | None, ddps: float | None, size: int | None
 ) -> None:
-    """Whoever goes by a signature passes defaults too, in any order."""
+    """Code that follows a signature passes defaults too, in any order."""
     by_name = {"bucket_size": ours, "bucket_cap_mb": ddps}
     for names in (["bucket_size", "bucket_cap_mb"], ["bucket_cap_mb", "bucket_size"]):
         assert config_from_arguments({name: by_name[name] for name in names}).bucket_size == size

@@ -72,7 +72,7 @@ def field_docstrings() -> dict[str, str]:
 
 
 def _to_markdown(text: str) -> str:
-    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)  # a role, of which the last name is shown
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)  # a role; its last name is shown
     text = " ".join(text.replace("``", "`").split())
     for words, link in _LINKS.items():
         text = text.replace(words, link)

@@ -170,7 +170,7 @@ def test_the_front_page_is_short() -> None:
 
 
 def test_the_front_page_answers_in_the_order_of_a_readers_questions() -> None:
-    """What it is, the change, the figures, what is proven and what is not, the two commands."""
+    """Purpose, change, figures, what is proven and what is not, the two commands."""
     text = (ROOT / "README.md").read_text()
     answers = [
         "Megatron-LM's data parallelism",

@@ -1,4 +1,4 @@
-"""What the pages on design name is there: files, classes, functions, tests, notes."""
+"""Names on the pages on design exist: files, classes, functions, tests, notes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_the_page_is_written_from_the_docstrings() -> None:
 
 
 def test_the_table_has_every_default() -> None:
-    """As code that makes the configuration that nobody has passed anything to."""
+    """As code that makes the default configuration."""
     rows = re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| `(.+?)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert tuple(name for name, _ in rows) == field_names()
     defaults = {name: ast.literal_eval(default) for name, default in rows}

@@ -1,4 +1,4 @@
-"""The workflow runs what docs/project/versions.md says was run, and nothing that nobody has seen pass."""
+"""The workflow runs the versions of docs/project/versions.md, and no version that was not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Versions = tuple[str, str]
 
 
 def in_table() -> dict[Versions, str]:
-    """What was run, by versions."""
+    """The runs, by versions."""
     page = (ROOT / "docs" / "project" / "versions.md").read_text()
     rows = re.findall(r"^\| (2\.\d+\.\d+) \| (3\.\d+)\.\d+ \| ([^|]+) \|", page, flags=re.MULTILINE)
     return {(torch, python): what for torch, python, what in rows}

@@ -1,4 +1,4 @@
-"""What the tests of the Accelerate door run: a user's loop under accelerate's own Accelerator and under ours."""
+"""Jobs for tests of the Accelerate door: a user's loop under accelerate's own Accelerator and under ours."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_accelerator(
 
 @dataclasses.dataclass
 class Run:
-    """What a loop left behind on one rank.
+    """The results of a loop on one rank.
 
     Attributes:
         weights: the module's state_dict, cloned.
@@ -221,7 +221,7 @@ class Trainee:
     optimizer: Any
 
     def backward(self, number: int = 0, factor: float = 1.0) -> float:
-        """Of this rank's inputs of that number; the loss."""
+        """Runs a backward on this rank's inputs of that number; returns the loss."""
         x = inputs(self.accelerator, number).to(next(self.net.parameters()).dtype)
         loss = factor * self.model(x).float().square().mean()
         self.accelerator.backward(loss)

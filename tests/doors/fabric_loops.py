@@ -1,4 +1,4 @@
-"""What the tests of the Fabric door train: loops over a module with everything awkward, under ours and ``"ddp"``."""
+"""Jobs for tests of the Fabric door: loops over a module with everything awkward, under ours and ``"ddp"``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def windows(data: Any, size: int) -> Iterator[tuple[int, Batch, bool]]:
 
 @dataclasses.dataclass
 class Loop:
-    """What a loop left behind on one rank.
+    """The results of a loop on one rank.
 
     Attributes:
         weights: the module's state_dict, cloned.

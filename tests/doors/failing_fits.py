@@ -22,7 +22,7 @@ BATCH = 3
 
 
 class OnPurposeError(Exception):
-    """What the tests raise."""
+    """Raised by the tests."""
 
 
 def raise_on(module: pl.LightningModule, rank: int | None, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the doors train: a module with everything awkward, its data; and fits with plain results."""
+"""Fits for the tests of the doors: a module with everything awkward, its data; and fits with plain results."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
 
 @dataclasses.dataclass
 class Fit:
-    """What a fit left behind on one rank.
+    """The results of a fit on one rank.
 
     Attributes:
         weights: the module's state_dict, cloned.

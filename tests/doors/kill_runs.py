@@ -1,7 +1,7 @@
 """Two rank processes that train, save after every step and resume, made to be killed at any moment.
 
-Each rank appends its loss of every step to a file of its own before it goes on, so that what a killed run has done
-can be compared with a run that nobody disturbed, to the bit.
+Each rank appends its loss of every step to its own file before it continues, so that the steps of a killed run can be
+compared with an undisturbed run, to the bit.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def with_trainer(
 
 
 def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
-    """The same with sharded checkpoints, of which every rank writes a part."""
+    """The same with sharded checkpoints; every rank writes a part."""
     return with_trainer(folder, num_steps, state_dict_type="sharded")
 
 
@@ -162,7 +162,7 @@ def with_s3(folder: Path, num_steps: int) -> dict[str, Tensor]:
 
 
 def with_tensor_ranks(folder: Path, num_steps: int) -> dict[str, Tensor]:
-    """The same of a model that both ranks share, of which each writes its parts."""
+    """The same with a model that both ranks share; each writes its parts."""
     weights = with_trainer(folder, num_steps, Cut, "sharded", tensor_parallel_size=SIZE)
     return {name: whole(value) for name, value in weights.items()}
 
@@ -213,7 +213,7 @@ def with_owners(folder: Path, num_steps: int) -> dict[str, Tensor]:
 
 
 def _run(job: Callable[[Path, int], dict[str, Tensor]], folder: Path, num_steps: int, rank: int, port: int) -> None:
-    """Of a rank process. What it dies of is written down, and its exit status is that of a script."""
+    """Runs a rank process. Its exception is written to a file, and its exit status is that of a script."""
     with open(folder / f"output_{rank}", "a") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
@@ -264,7 +264,7 @@ def draw_kills(seed: int, count: int) -> list[Kill]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a kill left.
+    """The state after a kill.
 
     Attributes:
         writing: whether a part of a file is left, which the kill has cut off.

@@ -1,5 +1,5 @@
-"""What ``torchrun --max-restarts=2`` starts: the first time rank 1 dies within a step, the second time rank 0 within a
-save, and the third time nobody does."""
+"""A script for ``torchrun --max-restarts=2``: the first time rank 1 dies within a step, the second time rank 0 within a
+save, and the third time no rank does."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SENT_BYTES = 8 * NET_NUMEL * (SIZE - 1) / SIZE
 def monitored(
     module: Callable[[], pl.LightningModule] = Net, strategy_options: dict[str, Any] | None = None, **options: Any
 ) -> Lines:
-    """What the monitor logged on this rank, without its prefix."""
+    """The monitor's logged values on this rank, without their prefix."""
     result = fit(
         "megatron_ddp",
         strategy_options={"bucket_size": 1, **(strategy_options or {})},

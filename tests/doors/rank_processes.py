@@ -157,5 +157,5 @@ def _serve(rank: int, size: int, port: int, connection: Connection, choice: chos
         connection.send_bytes(pickle.dumps(outcome))
         if isinstance(outcome, Failure):
             return
-        # Models that are garbage hold gloo's groups, of which each wakes a thread a hundred times a second.
+        # Models that are garbage hold gloo's groups, and each group wakes a thread a hundred times a second.
         gc.collect()

@@ -1,4 +1,4 @@
-"""Fits that are cut within an epoch and gone on with; each tells which samples it trained."""
+"""Fits that are interrupted within an epoch and resumed; each reports its trained samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def resumable_loader(
 
 
 class Regression(pl.LightningModule):
-    """Tells which samples it was given."""
+    """Reports the samples of its batches."""
 
     def __init__(self, size: int, *, counts_steps: bool = False, **loader_options: Any) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Cut(pl.Callback):
 
 @dataclasses.dataclass
 class Part:
-    """What one rank trained, until the checkpoint if there is one."""
+    """The training of one rank, until the checkpoint if there is one."""
 
     trained: Trained
     losses: list[float]

@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that reaches the server, and of those that it starts; fsspec reads it when it is imported."""
+    """The environment of a process that reaches the server, and of its children; fsspec reads it at import."""
     credentials = {"AWS_ACCESS_KEY_ID": "anyone", "AWS_SECRET_ACCESS_KEY": "anything"}
     return {ENDPOINT: f"http://127.0.0.1:{free_port()}", "AWS_DEFAULT_REGION": "us-east-1", **credentials}
 

@@ -1,4 +1,4 @@
-"""What the tests of ``transformers.Trainer`` fit: small models from configs, with dropout, and all that can be seen."""
+"""Jobs for tests of ``transformers.Trainer``: small models from configs, with dropout, and all that can be seen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OF_A_CLOCK = ("runtime", "preparation_time", "samples_per_second", "steps_per_se
 
 @dataclasses.dataclass
 class Run:
-    """What a Trainer left behind on one rank.
+    """The results of a Trainer on one rank.
 
     Attributes:
         logged: without clocks and norms.
@@ -136,7 +136,7 @@ def make_trainer(
         folder: where it writes.
         model: which.
         samples: to train on.
-        inf_on: (rank, step) of which the loss is infinite.
+        inf_on: (rank, step) with an infinite loss.
         memory: of samples a batch, that is; with more of them training runs out of it.
         callbacks: more than the one that keeps what it saw.
         arguments: of TrainingArguments. ``fp16``, which accelerate leaves alone on a CPU, gets its scaler and autocast.

@@ -38,7 +38,7 @@ def launch_example(name: str, *arguments: str, cwd: Path, **variables: str) -> s
 
 
 def losses(folder: Path) -> list[float]:
-    """What an example has written, by step."""
+    """The output of an example, by step."""
     with (folder / "losses.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 

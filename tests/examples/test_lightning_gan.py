@@ -19,7 +19,7 @@ def run_example(strategy: str, cwd: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What it prints by default, but after fewer epochs."""
+    """Its output by default, but after fewer epochs."""
     return run_example("megatron_ddp", tmp_path_factory.mktemp("gan")).printed
 
 

@@ -18,7 +18,7 @@ STEPS = 15  # an epoch
 def run_example(
     strategy: str, ranks: int, epochs: int, *, cwd: Path, out: str = "runs/resume"
 ) -> tuple[str, dict[int, tuple[str, float]]]:
-    """What trained it on what, and by step the learning rate and the test loss; it must succeed without a warning."""
+    """The strategies and ranks, and by step the learning rate and the test loss; it must succeed without a warning."""
     options = ("--strategy", strategy, "--devices", ranks, "--epochs", epochs, "--out", out)
     title, *lines = run_script(SCRIPT, *options, cwd=cwd, ranks=ranks).printed.splitlines()
     rows = [re.fullmatch(r"  step +(\d+)  lr ([\d.]+)  test loss ([\d.]+)", line) for line in lines]

@@ -22,7 +22,7 @@ OF_A_CLOCK = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, without times."""
+    """The logged values, without times."""
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [{key: value for key, value in entry.items() if not key.endswith(OF_A_CLOCK)} for entry in entries]
 

@@ -120,7 +120,7 @@ def several_default_buckets() -> contextlib.AbstractContextManager[Any]:
 
 
 def main_that_counts(saved: Saved, name: str) -> Tensor:
-    """Whoever loads takes the weight where the main param does not round to it: somebody changed it since."""
+    """A load uses the weight if the main param does not round to it: the weight was changed since."""
     main = saved.main[name]
     if name.endswith(REMAINDER):
         return main

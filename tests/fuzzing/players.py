@@ -60,8 +60,8 @@ _reading = threading.Lock()
 
 @dataclasses.dataclass
 class Saved:
-    """Copies of what rank 0 has. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit weights;
-    and remainders of those that are sent as changes."""
+    """Copies of rank 0's state. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit weights;
+    and remainders of weights that are sent as changes."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -71,7 +71,7 @@ class Saved:
 
 @dataclasses.dataclass
 class Clock:
-    """Tells where in the program a player is; the same on all ranks. Nothing of it ends with a script."""
+    """The position of a player in the program; the same on all ranks. It outlives a script."""
 
     step: int = 0
     number: int = 0  # of microbatches
@@ -229,7 +229,7 @@ class Player:
             torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
 
     def clip_norm(self, largest: float, order: float) -> Tensor:
-        """Of what the optimizer has: a parameter that is listed twice counts twice."""
+        """The norm of the optimizer's gradients: a parameter that is listed twice counts twice."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, largest, order)
 
@@ -312,7 +312,7 @@ class OfTorchDDP(Player):
         return wrapped
 
     def trainable_changed(self) -> None:
-        """It is told by a new wrapper, which broadcasts no module buffer that the old one would not have."""
+        """A new wrapper applies it; it broadcasts no module buffer that the old one would not have."""
         own = [buffer.clone() for buffer in self.model.buffers()]
         will_broadcast = self.wrapped.require_forward_param_sync
         self.wrapped = self.wrap()
@@ -366,7 +366,7 @@ class Emulation(Player):
                 main.copy_(weight + self.remainders[id(weight)])
 
     def with_changes(self, weight: Tensor, main: Tensor) -> Tensor:
-        """What a step begins with. A changed weight keeps what it lacked, if that gives a number that rounds to it."""
+        """The values at the start of a step. A changed weight keeps its remainder, if the sum rounds to the weight."""
         if self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16:
             lacked = main.view(torch.int32) - main.bfloat16().float().view(torch.int32)
             main = (weight.float().view(torch.int32) + lacked).view(torch.float32)
@@ -420,7 +420,7 @@ class Emulation(Player):
         return mains | {name: left.detach().clone() for name, left in remainders.items() if left is not None}
 
     def main_of(self, weight: Tensor, main: Tensor) -> Tensor:
-        """What is saved: of what is kept in fp32 the weights' changes are seen in the next step alone."""
+        """The saved values: a change of weights reaches main params in fp32 only in the next step."""
         is_made = self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16
         return self.with_changes(weight, main.detach()) if is_made else main.detach().clone()
 

@@ -100,7 +100,7 @@ def as_test(case: Case, number: int) -> str:
 
 
 def _arguments(value: Any) -> list[str]:
-    """Those that are not the defaults."""
+    """The arguments that are not the defaults."""
     given = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return [f"{field.name}={_source(present)}" for field, present in given if present != field.default]
 

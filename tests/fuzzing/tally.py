@@ -26,7 +26,7 @@ FREE: dict[str, list[Any]] = {
 
 @functools.cache
 def possible_pairs() -> frozenset[Pair]:
-    """Those that the configuration does not refuse, whatever the other options are."""
+    """The pairs that the configuration does not refuse, with any other options."""
     contradicting = {name for name in MAY_CONTRADICT if name != "dtype"}
     rows = product({name: values for name, values in SWITCHES.items() if name in contradicting})
     found = {pair for row in rows if is_allowed(row) for pair in pairs(row)}

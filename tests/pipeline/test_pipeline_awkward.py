@@ -218,7 +218,7 @@ def skipped_step(mesh: DeviceMesh) -> list[float]:
 
 
 def frozen_on_one_side(mesh: DeviceMesh) -> tuple[str, bool]:
-    """What is said where a tied weight is frozen on one stage alone, and whether training goes on when both are."""
+    """The error if a tied weight is frozen on one stage only, and whether training continues when both are."""
     trainee = Trainee.make(mesh, Case((2, 4), tied=True, clip_norm=None))
     trainee.train(range(2))
     trainee.net.layers[0].requires_grad_(False)
@@ -258,8 +258,9 @@ def tied_on_meta(mesh: DeviceMesh) -> bool:
 
 
 def optimizers(mesh: DeviceMesh) -> tuple[list[str] | None, list[str], str]:
-    """The names in the state of an optimizer that was built on named ones, those in its groups after loading it, and
-    what is said of one whose parameters are not in the order of the layers."""
+    """Checkpoints of optimizers on named parameters: the names in the state, and in the groups after loading it.
+
+    Also the error of an optimizer whose parameters are not in the order of the layers."""
     trainee = Trainee.make(mesh, Case((2, 4), tied=True))
     net, model = trainee.net, trainee.model
     tokens, targets = batch_of(0, 0)

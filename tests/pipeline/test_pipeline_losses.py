@@ -21,7 +21,7 @@ from .test_pipeline_outputs import LENGTH, SAMPLES, WIDTH, Mean
 
 
 class Counts(nn.Module):
-    """A loss that keeps running statistics, one of which it replaces."""
+    """A loss that keeps running statistics, and replaces one of them."""
 
     def __init__(self) -> None:
         super().__init__()

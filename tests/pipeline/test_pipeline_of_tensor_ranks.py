@@ -39,13 +39,13 @@ def counted_once(mesh: DeviceMesh) -> tuple[float, int, int]:
 
 
 def inf_on_one_rank(mesh: DeviceMesh) -> tuple[float, bool]:
-    """Of a part that no other rank has."""
+    """A gradient of a part that no other rank has."""
     return inf_in_one_stage(mesh, CASE, LAST_OF_FIRST_STAGE)
 
 
 def replicas_that_part(mesh: DeviceMesh) -> tuple[str, str]:
-    """What every rank hears of a norm that parts inside of one tensor group, and of a tied weight's part that does
-    between the stages, on one tensor rank."""
+    """Every rank's error for two replicas that diverge: a norm's weight inside one tensor group, and a tied weight's
+    part between the stages, on one tensor rank."""
     told = []
     for rank, name in ((LAST, "layers.3.norm.weight"), (LAST, "layers.5.weight")):
         trainee = Trainee.make(mesh, CASE)

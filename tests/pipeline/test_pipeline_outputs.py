@@ -1,4 +1,4 @@
-"""What layers of a pipeline return: shapes that change, numbers and None; all else is refused on all stages at once."""
+"""Outputs of a pipeline's layers: shapes that change, numbers and None; all else is refused on all stages at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Mean(nn.Module):
 
 @dataclasses.dataclass
 class Output:
-    """Of a layer, as models of transformers return one."""
+    """The output of a layer, as models of transformers return one."""
 
     logits: Any
     more: Any
@@ -163,7 +163,7 @@ def attributes(mesh: DeviceMesh) -> list[float]:
 
 
 def attribute_of_class(mesh: DeviceMesh) -> tuple[list[float], str]:
-    """What no stage compares: an evaluation begins anew, training is refused, and goes on with the next batch."""
+    """A shape that depends on uncompared values: an evaluation begins anew, training is refused, and goes on with the next batch."""
     both = crops(mesh)
     apart = [both.trained(), both.evaluated()]
     Crop.kept_by_class = 3

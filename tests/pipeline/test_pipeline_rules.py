@@ -62,8 +62,8 @@ def unchanged(trainee: Trainee, before: dict[str, Tensor]) -> bool:
 
 
 def reductions(mesh: DeviceMesh) -> dict[str, tuple[dict[int, int], int, int]]:
-    """By schedule, the reductions by bucket in the last of three steps, the number of buckets, and that of backwards
-    that ended after the first reduction had begun."""
+    """By schedule: the reductions by bucket in the last of three steps, the number of buckets, and of backwards that
+    ended after the first reduction had begun."""
     found = {}
     for case in (CASE, Case((1, 2, 2, 1), "Interleaved1F1B", tied=True)):
         events: list[Event] = []

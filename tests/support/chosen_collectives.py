@@ -55,13 +55,13 @@ class Choice:
 
     @classmethod
     def of(cls, config: pytest.Config) -> Choice:
-        """The choice of pytest's options, of which any may not be given."""
+        """The choice of pytest's options; each is optional."""
         collectives, backend = config.getoption("collectives"), config.getoption("backend")
         delivery = cast(Delivery, collectives.removeprefix("lazy-")) if collectives else None
         return cls(delivery, backend or "rings", config.getoption("in_flight_guard"))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """What a rank runs in."""
+        """A context for a rank."""
         return InFlightGuard() if self.is_guarded else contextlib.nullcontext()
 
     def around(self, collectives: Collectives) -> Collectives:
@@ -79,7 +79,7 @@ class Choice:
 
     @property
     def kind(self) -> type[GlooCollectives] | type[BackendCollectives]:
-        """What sends over gloo."""
+        """The class that sends over gloo."""
         return BackendCollectives if self.backend == "process-group" else GlooCollectives
 
 
@@ -87,19 +87,19 @@ chosen = Choice()
 
 
 def chosen_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
-    """What is asked for collectives while a choice can be made."""
+    """Makes collectives while a choice can be made."""
     return chosen.make(group, device)
 
 
 def chosen_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
-    """What is asked for those of an instance."""
+    """Makes the collectives of an instance."""
     if not isinstance(every, LazyCollectives):
         return make_instance_collectives(every, instance, across)
     return every.add_instance(instance.size(), make_instance_collectives(every.real, instance, across))
 
 
 def destroy_chosen_instances(every: Collectives) -> None:
-    """What is asked to end them."""
+    """Ends them."""
     destroy_instances(every.real if isinstance(every, LazyCollectives) else every)
     every.instances.clear()
 

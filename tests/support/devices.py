@@ -56,7 +56,7 @@ class DeviceCollectives(RecordingCollectives):
 
 
 class _Never(Handle):
-    """Orders a stream, and tells nobody that nothing comes."""
+    """A stream's order that has no effect."""
 
     def wait(self) -> None:
         """Returns at once, as on a stream."""

@@ -181,7 +181,7 @@ class DelayingCollectives(RecordingCollectives):
 
 
 class OutOfLuckError(RuntimeError):
-    """Raised by a collective that was told to fail."""
+    """Raised by a collective that has to fail."""
 
 
 class FailingCollectives(RecordingCollectives):
@@ -194,7 +194,7 @@ class FailingCollectives(RecordingCollectives):
         self._on_the_wire = self.has_failed = False
 
     def fail_at(self, number: int, names: Sequence[str] = EVERYTHING, *, on_the_wire: bool = False) -> None:
-        """Tells the ``number``-th collective with one of these names, counted from now on, to fail.
+        """Makes the ``number``-th collective with one of these names, counted from now on, fail.
 
         Args:
             number: from 1; 0 for none.

@@ -49,7 +49,7 @@ def sources_of(folder: Path, repository: str, version: str, *paths: str) -> Path
     """A checkout in ``folder`` of these folders of a public repository (``"https://..."``), as they are at a tag or
     commit.
 
-    Skips the test where git cannot get it. Nothing of it is kept. A machine that reaches a mirror alone tells git so:
+    Skips the test if git cannot get it. Nothing of it is kept. For a machine that reaches only a mirror, configure git:
     ``git config --global url.MIRROR.insteadOf REPOSITORY``.
     """
     if shutil.which("git") is None:

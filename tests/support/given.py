@@ -85,7 +85,7 @@ class Ours:
         self.model.finish_param_gather()
 
     def file(self) -> dict[str, Any]:
-        """What a file has, on every rank."""
+        """The contents of a file, on every rank."""
         own = {"optimizer": self.optimizer.state_dict(), "main": self.optimizer.main_params()}
         own["model"] = {name: value.clone() for name, value in self.module.state_dict().items()}
         return copy.deepcopy(self.collectives.all_gather_objects(own)[0])

@@ -63,7 +63,7 @@ def adagrad(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def nadam(module: nn.Module) -> torch.optim.Optimizer:
-    """Two counters of shape () for each parameter, one of which is no ``step``."""
+    """Two counters of shape () for each parameter; one is not called ``step``."""
     return torch.optim.NAdam(module.parameters(), lr=0.01)
 
 

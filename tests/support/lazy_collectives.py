@@ -1,7 +1,7 @@
 """Collectives that write as late as they may, around real ones: what the host hides of a device is seen here.
 
 [Note: the contract of one stream]
-A collective reads its tensors when it is launched, and may write them at any moment until somebody has waited for it.
+A collective reads its tensors when it is launched, and may write them at any moment until a wait for it has returned.
 On the host of a test most collectives are done long before that, so that a missing wait, an early read or a write in
 flight changes no bit. Here each is seen:
 
@@ -9,13 +9,13 @@ flight changes no bit. Here each is seen:
   the same order, whatever is delivered when.
 - What the contract leaves undefined is overwritten with poison: NaN, or 0xAB in each byte. Of a reduction that is
   everything, of a gather the others' parts, of a broadcast everything but on rank 0.
-- The result is written over the poison when somebody waits, and nothing but the result: the rest of a reduce-scattered
+- The result is written over the poison at the wait, and nothing but the result: the rest of a reduce-scattered
   tensor stays poison.
-- Before that, what is there has to be what was left there: whoever wrote meanwhile would write into a transfer.
+- Until then the memory must not change: a write would be a write into a transfer.
 - The memory is known by a weak reference, so that its owner is seen to let go of it in flight.
 
-The real collective begins at the launch and not at the wait, since ranks may count on that: one that waits for the
-first bucket is entitled to a rank that has launched it and is in a collective of somebody else's.
+The real collective begins at the launch and not at the wait, since ranks may rely on that: one that waits for the
+first bucket may need a rank that has launched it and is now in other code's collective.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ContractError(AssertionError):
 
 
 violations: list[str] = []
-"""The texts of all that were raised in this process since somebody looked: one may have been caught on its way."""
+"""The texts of all that were raised in this process since the last look: one may have been caught on its way."""
 
 
 def violated(text: str) -> ContractError:
@@ -66,7 +66,7 @@ _flights_lock = threading.Lock()
 
 
 def flights() -> list[Flight]:
-    """What is in flight on all ranks that are threads of this process. Their collectives keep it, and nothing here: a
+    """The collectives in flight on all ranks that are threads of this process. Only the ranks' collectives keep them: a
     rank that ends in an error has to let go of its group."""
     return [flight for known in list(_flights) if (flight := known()) is not None and flight.is_guarded]
 
@@ -103,7 +103,7 @@ class Memory(Span):
         return self._view(self._dtype, self._offset, self._numel)
 
     def bits(self) -> Tensor:
-        """The elements as bytes, of which NaN equals NaN."""
+        """The elements as bytes, so that NaN equals NaN."""
         itemsize = self._dtype.itemsize
         return self._view(torch.uint8, self._offset * itemsize, self._numel * itemsize)
 
@@ -123,14 +123,14 @@ Copies = Sequence[tuple[Memory, Tensor]]
 
 
 class Flight:
-    """A collective from its launch until somebody has waited for it.
+    """A collective from its launch until a wait for it has returned.
 
     Args:
         name: of the collective.
         handle: of the real one, which works on copies.
         results: what is written, and where the real one leaves it.
         undefined: what may be written from the launch on, which becomes poison.
-        read: what may be read in flight by everybody, and written by nobody.
+        read: memory that may be read in flight, and not written.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class Flight:
         return not (self.is_done or self.is_given_up)
 
     def begin(self) -> None:
-        """What it may write is undefined from now on."""
+        """Makes the memory that it may write undefined from now on."""
         for memory in self.undefined:
             memory.poison()
         self._left = [(memory, memory.bits().clone()) for memory, _ in self.accesses()]
 
     def deliver(self) -> None:
-        """Writes the results though nobody may have waited. An error is kept for whoever does."""
+        """Writes the results, also before a wait. An error is kept for the wait."""
         with self._lock:
             if self._is_delivered:
                 return
@@ -193,7 +193,7 @@ class Flight:
             self._results = []
 
     def finish(self) -> None:
-        """Somebody waits. Whoever waits once more gets the same."""
+        """Ends a wait. Another wait has the same result."""
         with self._lock:
             self.deliver()
             if not self.is_done and self._failure is None:
@@ -209,13 +209,13 @@ class Flight:
             if not torch.equal(memory.bits(), bits):
                 elements = (memory.bits() != bits).nonzero()
                 raise violated(
-                    f"somebody wrote in flight into memory of {self}: bytes {int(elements[0])} to {int(elements[-1])} "
+                    f"memory of {self} was written in flight: bytes {int(elements[0])} to {int(elements[-1])} "
                     f"of {bits.numel()}"
                 )
 
 
 class _Airspace:
-    """What is in flight on one rank, over all ranks and inside its instance."""
+    """The collectives in flight on one rank, over all ranks and inside its instance."""
 
     def __init__(self, delivery: Delivery, seed: str) -> None:
         self._delivery = delivery
@@ -225,7 +225,7 @@ class _Airspace:
 
     def add(self, flight: Flight) -> None:
         with self._lock:
-            # Whoever let go of a handle has not waited: what it is of stays in flight as long as there is memory.
+            # A dropped handle was not waited for: its collective stays in flight as long as its memory exists.
             self._flights = [other for other in self._flights if not other.is_freed]
             for other in self._flights:
                 if flight.touches(other):
@@ -243,7 +243,7 @@ class _Airspace:
                 self._flights.remove(flight)
 
     def clear(self) -> None:
-        """What is in flight is given up: nobody will wait any more, or one before it has failed, and it with that."""
+        """Gives up the collectives in flight: no wait will come, or an earlier one has failed, and they with it."""
         with self._lock:
             for flight in self._flights:
                 flight.is_given_up = True
@@ -314,7 +314,7 @@ class LazyCollectives(Collectives):
         with own_work():
             sent = tensor.detach().clone()
             handle = self.real.all_reduce_max(sent)
-            # The handle alone may keep the tensor, as a backend's does: ranks meet in one whose result nobody reads.
+            # Only the handle may keep the tensor, as a backend's does: ranks meet in one whose result no code reads.
             return self._launched("all-reduce", handle, [(Memory(tensor), sent)], [Memory(tensor)], kept=tensor)
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -426,13 +426,13 @@ class LazyCollectives(Collectives):
 
 
 class Observer:
-    """Is told of this thread's collectives."""
+    """Called with this thread's collectives."""
 
     def launched(self, flight: Flight) -> None:
         """A collective begins."""
 
     def waited_for(self, flight: Flight) -> None:
-        """Its result may be used by what follows on the stream of whoever waited."""
+        """Work that follows on the waiting stream may use its result."""
 
 
 class _State(threading.local):
@@ -445,7 +445,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """In it, the observer is told."""
+    """Calls the observer while it is entered."""
     before, _state.observer = _state.observer, observer
     try:
         yield

@@ -30,8 +30,7 @@ _QUERIES = 3
 
 
 class Stream:
-    """Work in order, done when somebody has to see it. One that is ``early`` does it at once, as what runs on the host
-    itself."""
+    """Work in order, done when a reader has to see it. One that is ``early`` does it at once, like work on the host."""
 
     def __init__(self, lock: threading.RLock, *, early: bool = False) -> None:
         self._lock, self.is_early = lock, early
@@ -81,7 +80,7 @@ class Event:
         self._stream, self._length = stream, stream.length
 
     def wait(self, stream: Stream) -> None:
-        assert self._stream is not None, "an event that was not recorded holds nobody up"
+        assert self._stream is not None, "an event that was not recorded does not wait"
         stream.queue(functools.partial(self._stream.run, self._length))
 
     def query(self) -> bool:

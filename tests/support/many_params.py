@@ -15,7 +15,7 @@ from .notes import Notes
 
 
 class Many(nn.Module):
-    """Small parameters, each used alone: ``forward`` takes the numbers of those that it shall use."""
+    """Small parameters, each used by itself: ``forward`` takes the numbers of the ones to use."""
 
     def __init__(self, count: int, numel: int = 10, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 class AwkwardModel(nn.Module):
-    """Tied weight, frozen layer, scalar, odd sizes, a layer used twice, a branch on odd steps and one on rank 0,
-    BatchNorm, a channels_last convolution, a layer never used.
+    """A model with awkward parts: tied weight, frozen layer, scalar, odd sizes, a layer used twice, a branch on odd
+    steps and one on rank 0, BatchNorm, a channels_last convolution, a layer never used.
 
     ``forward`` takes images (batch, 3, 6, 6), the step and the rank, and returns a scalar loss.
     """
@@ -67,8 +67,8 @@ def images(rank: int, step: int, microbatch: int, dtype: torch.dtype = torch.flo
 
 
 class WholeGrads(nn.Module):
-    """Gradients that are whole numbers whatever the weights are, so that their sums and means over 2**k ranks are exact
-    in any order, in 16 bits too. The second layer is used on odd steps, the third on rank 1 only.
+    """Gradients that are integers for any weights. Their sums and means over 2**k ranks are exact in any order, in 16
+    bits too. The second layer is used on odd steps, the third on rank 1 only.
 
     ``forward`` takes whole numbers (batch, 33), the step and the rank, and returns a scalar loss; a module buffer adds
     up what it has seen. The weights' values are the same in every dtype.

@@ -1,4 +1,4 @@
-"""What ``optimizer_state_dtype="bf16"`` does to an optimizer's state, written down once more, for whole parameters.
+"""The effect of ``optimizer_state_dtype="bf16"`` on an optimizer's state, written a second time, for whole parameters.
 
 Nothing is taken from the engine: the hash is computed in 64 bits, and rounding by the two neighbours of a number.
 """

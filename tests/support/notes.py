@@ -1,4 +1,4 @@
-"""What tests note in an optimizer's step."""
+"""Notes of tests in an optimizer's step."""
 
 from __future__ import annotations
 

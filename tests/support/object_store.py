@@ -1,8 +1,8 @@
-"""An object store that all processes of this machine share, and that fails when it is told to: ``objects:///folder``.
+"""An object store that all processes of this machine share, and that fails on request: ``objects:///folder``.
 
 It is a file system of fsspec with the semantics of S3. An object is put as a whole when its writer closes it, and in
 the place of another; nothing is renamed; there are no directories, but names with slashes; a process remembers what it
-has listed until it is told to forget. The objects lie in a folder of the disk, by their names.
+has listed until its cache is cleared. The objects are in a folder of the disk, by their names.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ObjectStore(fsspec.AbstractFileSystem):
 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
-        if self.info(path)["type"] == "directory":  # of which there are none
+        if self.info(path)["type"] == "directory":  # there are none
             return
         FAULTS.change("remove", path, _place(path).unlink)
 

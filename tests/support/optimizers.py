@@ -86,7 +86,7 @@ class DistanceInGroup(Simple):
 
 
 class TinySteps(GloballyNormalised):
-    """Normalised over all parameters, a millionth at a time, and keeps nothing: only a tiny movement tells."""
+    """Normalised over all parameters, a millionth at a time, without state: only a tiny movement shows it."""
 
     scale = 1e-5  # of a rate of 0.1
 
@@ -237,7 +237,7 @@ class KeepsRows(Simple):
 
 
 class KeepsMatrix(Simple):
-    """Steps as Shampoo: keeps a matrix of the first dimension, of which flat tensors have but one."""
+    """Steps as Shampoo: keeps a matrix of the first dimension, and flat tensors have only one dimension."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert param.dim() > 1 or len(param) < 2000, "a matrix of gigabytes"

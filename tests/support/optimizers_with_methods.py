@@ -1,4 +1,4 @@
-"""Optimizers with methods beside ``step``, in the patterns of those that people install."""
+"""Optimizers with methods beside ``step``, in the patterns of installed packages."""
 
 from __future__ import annotations
 

@@ -203,8 +203,8 @@ def train_on(mesh: DeviceMesh, case: Case) -> Outcome:
 
 
 def answers(asked: Sequence[Callable[[DeviceMesh], Any]], pp: int, tp: int | None = None) -> dict[str, Any]:
-    """What each of the functions returns on the mesh of all ranks, by its name: one group of processes for all of them,
-    as starting one takes seconds."""
+    """The results of the functions on the mesh of all ranks, by their names: one group of processes for all of them,
+    since starting one takes seconds."""
     mesh = mesh_of(pp, tp)
     return {ask.__name__: ask(mesh) for ask in asked}
 

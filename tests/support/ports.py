@@ -7,17 +7,17 @@ import socket
 
 _PORTS = range(10_000, 30_000)
 """Below those that Linux hands out by itself (32768 and more). One of those would be free when it is asked for, and
-somebody's outgoing connection by the time that rank 0 listens on it: its ranks then wait for a store for good."""
+an outgoing connection by the time that rank 0 listens on it: its ranks then wait for a store for good."""
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     draw = random.SystemRandom()  # tests seed the other one
     while True:
         port = draw.choice(_PORTS)
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))
-            except OSError:  # somebody has it
+            except OSError:  # it is in use
                 continue
         return port

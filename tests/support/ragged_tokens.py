@@ -1,5 +1,4 @@
-"""A small language model, batches of which each has another number of tokens, and one process that trains on all of
-them."""
+"""A small language model, batches with different numbers of tokens, and one process that trains on all of them."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ T = TypeVar("T")
 def gloo_group(
     store: Store, rank: int, size: int, timeout_s: float = 30.0, connections: int | None = None
 ) -> ProcessGroup:
-    """A process group that no registry of torch.distributed knows, with as many connections of every two ranks as the
-    engine's own groups have, or so many."""
+    """A process group that is in no registry of torch.distributed.
+
+    Every two ranks have as many connections as in the engine's own groups, or so many."""
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     # A device, and with it an event loop, for each rank, as processes have
@@ -76,7 +77,7 @@ holding the GIL, which such a thread needs to let go of the last tensor. By the 
 
 
 class RankError(AssertionError):
-    """Tells what went wrong, by rank."""
+    """The errors, by rank."""
 
 
 def _collect(alive: Callable[[], object], timeout_s: float = 5.0) -> None:

@@ -1,7 +1,7 @@
 """A user's script on ranks that are forks of a server which has imported the frameworks, started as torchrun would.
 
 A fresh interpreter needs five seconds of processor time for its imports, each rank again; a fork needs none. What a
-fork cannot show is an import that the script forgot (ruff sees a name that nobody defined), what happens while the
+fork cannot show is an import that the script forgot (ruff sees an undefined name), what happens while the
 frameworks are imported, and how a launcher starts ranks: such tests use interpreters of their own. With
 ``FRESH_SCRIPTS=1`` in the environment all do (``make nightly``).
 """

@@ -90,7 +90,7 @@ class Row:
         Parameters are used as the row promises. fp32 on two ranks, where a sum has one order only: the awkward model,
         whose every operation rounds; pooled gradients of one microbatch a step, since of several the mean over ranks
         is taken first, which rounds elsewhere. In all other rows sums over ranks have another order than torch DDP's,
-        or another dtype: there gradients are whole numbers, of which no sum is rounded, of up to 127 (two microbatches
+        or another dtype: there gradients are integers, whose sums are not rounded, of up to 127 (two microbatches
         are 8 bits, of several ranks more than bf16 has) unless they are summed in bf16 itself. So they are where
         something is sent in fewer bits; they do not depend on the weights, then.
         """

@@ -235,8 +235,9 @@ def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def assert_close(
     ours: list[Outcome], reference: list[Outcome], relative: float, exact: list[Outcome] | None = None
 ) -> None:
-    """Weights within ``relative`` of the largest weight of each tensor, and what the reference itself is off by from
-    ``exact``, its run in a wider dtype; all ranks of ours equal to the bit."""
+    """Asserts weights within ``relative`` of the largest weight of each tensor, plus the reference's own error.
+
+    That error is its difference from ``exact``, its run in a wider dtype. All ranks of ours are equal to the bit."""
     for rank, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
         for name, value in theirs.weights.items():
             is_buffer = "running" in name or "num_batches" in name

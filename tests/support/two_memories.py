@@ -1,4 +1,4 @@
-"""Tells the host's memory from a device's where both are the host's: what an accelerator would refuse is refused."""
+"""Distinguishes the host's memory from a simulated device's, and refuses operations as an accelerator would."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _make_pinned = devices.pinned_memory
 
 
 class TwoMemories(ThreadMode):
-    """What this thread makes with ``devices.pinned_memory`` is the host's, and all else the device's, while this is
-    entered: raises an AssertionError where an operation other than a copy has tensors of both, and where one of the
+    """Counts this thread's tensors from ``devices.pinned_memory`` as the host's, and all others as the device's.
+
+    While entered, it raises an AssertionError if an operation other than a copy has tensors of both, and if one of the
     host's is sent.
 
     One of a single element counts for neither: an accelerator takes it from the host. Within :func:`told_apart`.

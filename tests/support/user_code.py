@@ -424,7 +424,7 @@ def call_functionally(site: Site) -> None:
 
 @row("before backward")
 def call_functionally_with_gradients(site: Site) -> Tensor:
-    """Of the values that were passed, which are no parameters."""
+    """With gradients of the values that were passed, which are no parameters."""
     values = {name: (value.detach() * 0.5).requires_grad_() for name, value in site.module.named_parameters()}
     with torch.nn.utils.stateless._reparametrize_module(site.module, values):
         loss = site.direct()

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass
 class Ended:
-    """What one rank's training has left: copies of weights and module buffers, the optimizer's state, and ``seen``."""
+    """The results of one rank's training: copies of weights and module buffers, the optimizer's state, and ``seen``."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]

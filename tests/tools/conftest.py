@@ -24,7 +24,7 @@ def in_groups() -> AwkwardModule:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a run saved half-way, and how it ended, by rank."""
+    """A run's state half-way and at the end, by rank."""
 
     path: Path
     whole: list[Fit]

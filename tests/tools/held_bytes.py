@@ -82,7 +82,7 @@ def main(folder: Path, command: list[str]) -> None:
     DistributedDataParallel.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
 
     def see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # What steps before the first forward is a trial on copies, which nobody holds afterwards.
+        # A step before the first forward is a trial on copies, which are freed afterwards.
         if begun:
             optimizers[id(optimizer)] = optimizer
 

@@ -59,7 +59,7 @@ def write_glue(folder: Path) -> None:
         rows = [{"sentence1": a, "sentence2": b, "label": i % 2, "idx": i} for i, (a, b) in enumerate(pairs)]
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [{"split": name, "path": f"{name}.jsonl"} for name in parts]
-    # The card's header is YAML, of which JSON is a part.
+    # The card's header is YAML, and JSON is valid YAML.
     (data / "README.md").write_text(
         f"---\nconfigs: {json.dumps([{'config_name': 'mrpc', 'data_files': files}])}\n---\n"
     )

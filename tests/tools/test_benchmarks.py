@@ -195,7 +195,7 @@ def test_what_it_does_not_know_is_refused_before_anything_runs(
 
 
 def timings(**losses: list[float]) -> list[Timing]:
-    """Of two ranks that saw the same."""
+    """The timings of two equal ranks."""
     return [Timing(1.0, {name: [Block(2.0, 1.0, 0.5, 0.25)] for name in losses}, losses)] * 2
 
 
@@ -303,7 +303,7 @@ def test_a_network_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPat
 def test_engines_share_processes_as_far_as_memory_goes(
     available_gb: int, expected: list[list[str]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks. Each engine keeps 4 GB on either, and takes one more in a step, one engine at a time."""
+    """On two ranks each engine keeps 4 GB, and needs one more in a step, one engine at a time."""
     monkeypatch.setattr(cli, "_available_bytes", lambda: int(available_gb * 1e9))
     specs = [ENGINES[name] for name in ("ddp", "bound", "ours", "zero")]
     one = Alone(0, int(4e9), int(5e9), 0.0, None, None)

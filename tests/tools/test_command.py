@@ -38,7 +38,7 @@ def succeeds(*arguments: object) -> str:
 
 
 def fails(*arguments: object, code: int = 1) -> str:
-    """What it says: one line without a traceback, on stderr."""
+    """The error: one line without a traceback, on stderr."""
     result = run(*arguments)
     assert result.exit_code == code, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit), result.exception
@@ -89,7 +89,7 @@ def test_help_and_version() -> None:
 
 
 def test_the_three_commands_do_what_they_say(directory: Saved, file: Saved, tmp_path: Path) -> None:
-    """stdout is what was written, for scripts; progress would be on stderr, if somebody looked."""
+    """stdout is what was written, for scripts; progress would be on stderr of a terminal."""
     whole, again = tmp_path / "whole.ckpt", tmp_path / "again.ckpt"
     assert succeeds("consolidate", directory.path, whole) == f"{whole}\n"
     assert torch.load(whole)["global_step"] == 7

@@ -71,7 +71,7 @@ def test_the_tool_knows_the_key_that_strategies_write() -> None:
 
 
 def test_a_consolidated_directory_is_the_file_that_ddp_writes(directory: Saved, file: Saved, tmp_path: Path) -> None:
-    """Of the same run, whose weights are equal to the bit; with parameter numbers in the optimizer's order."""
+    """The file of the same run, whose weights are equal to the bit; with parameter numbers in the optimizer's order."""
     consolidate(directory.path, tmp_path / "whole.ckpt")
     mine, theirs = load(tmp_path / "whole.ckpt"), load(file.path)
     assert_same_value(mine, theirs, "checkpoint")

@@ -104,7 +104,7 @@ def test_names_are_checked_by_the_state_that_is_element_wise(tmp_path: Path) -> 
 
 
 class KeepsSquares(KeepsNested):
-    """Keeps a matrix of the first dimension for each parameter, of which one has the shape of its parameter."""
+    """Keeps a matrix of the first dimension for each parameter; one matrix has the shape of its parameter."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         rows = grad.reshape(len(grad), -1)
@@ -113,7 +113,7 @@ class KeepsSquares(KeepsNested):
 
 
 def test_one_shape_that_is_right_does_not_make_state_element_wise(tmp_path: Path) -> None:
-    """Where a square matrix keeps another of its shape, its bias keeps the same."""
+    """If a square matrix keeps another of its shape, its bias keeps the same."""
     net = nn.Linear(4, 4)
     optimizer = KeepsSquares(net.parameters())
     net(torch.ones(2, 4)).sum().backward()

@@ -36,7 +36,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="module")
 def states(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What ``save_state`` of a two-rank run left, by kind."""
+    """The files of ``save_state`` of a two-rank run, by kind."""
     folder = tmp_path_factory.mktemp("states")
     for name, plugin, options in [
         ("full", {}, {}),

@@ -56,7 +56,7 @@ def is_alive(pid: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What gpu_check_faults left behind."""
+    """The output of gpu_check_faults."""
 
     printed: str
     lines: dict[str, dict[str, Any]]

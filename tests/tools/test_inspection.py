@@ -1,4 +1,4 @@
-"""``inspect`` tells what is there, to the byte, and reads no tensor's data."""
+"""``inspect`` lists the contents, to the byte, and reads no tensor's data."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_an_object_of_a_users_class_needs_trust(tmp_path: Path) -> None:
 
 
 class _Runs:
-    """Whoever unpickles it makes a folder: what a stranger's checkpoint could do with any command."""
+    """Makes a folder when it is unpickled, as an untrusted checkpoint could run any command."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

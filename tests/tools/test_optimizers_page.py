@@ -110,7 +110,7 @@ class Quantised(torch.Tensor):
 
 
 class Kept:
-    """What an optimizer may make for itself."""
+    """State that an optimizer may keep."""
 
     def __init__(self, value: float) -> None:
         self.values = [torch.tensor([value])]

@@ -120,7 +120,7 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("options", [{"offload_optimizer_states": True}, {"store_param_remainders": True}], ids=str)
 def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> None:
-    """And not in the one call that a step is where somebody watches it, with all that the rank owns in fp32."""
+    """Not in one call with all of the rank's elements in fp32, as for a step with a hook."""
     config = DistributedDataParallelConfig(bucket_size=5000, **options)
     with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=256, CACHE_BLOCK_NUMEL=256):
         step = planned(2, config, torch.bfloat16)
@@ -130,7 +130,7 @@ def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> Non
 
 
 def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
-    """Of two steps on two real ranks, by the allocator."""
+    """The peaks of two steps on two real ranks, by the allocator."""
     real = run_script(SCRIPT, *arguments, "--count", cwd=cwd)
     peaks = [int(found) for found in re.findall(r"peak (\d+)", real.stdout)]
     assert len(peaks) == 4, real.stderr
@@ -195,7 +195,7 @@ def test_a_script_without_a_step_is_told_what_to_do(script: str, says: str, tmp_
 
 
 def test_a_script_of_accelerates_needs_no_word_of_the_cpu(tmp_path: Path) -> None:
-    """Without GPUs Accelerate makes no process group, unless it is told to train on the CPU: the planner tells it."""
+    """Without GPUs Accelerate makes no process group, except with ``cpu=True``: the planner sets it."""
     path, file = tmp_path / "script.py", tmp_path / "step"
     path.write_text(
         "import torch, accelerate\n"
@@ -387,7 +387,7 @@ def test_a_script_that_fails_is_told_in_one_line_with_what_to_do(text: str, says
 def test_large_tensors_take_no_memory_and_are_told_apart_by_shape_alone() -> None:
     live = LiveBytes(computes=False)
     with live:
-        layer = nn.Linear(2**16, 2**16)  # 16 GiB, of which nothing is written
+        layer = nn.Linear(2**16, 2**16)  # 16 GiB, and nothing is written
         x = torch.ones(4, 2**16)
         live.start()
         y = layer(x)

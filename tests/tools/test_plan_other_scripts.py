@@ -51,7 +51,7 @@ class Example:
 
     @property
     def command(self) -> list[str]:
-        """What stands before the script."""
+        """The arguments before the script."""
         return [] if self.repository.startswith("Lightning") else ["-m", "megastrategy.launch"]
 
 

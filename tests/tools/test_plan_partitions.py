@@ -76,8 +76,8 @@ def spearman(xs: list[float], ys: list[float]) -> float:
 
 
 def test_the_studys_steps_are_simulated_within_6_percent() -> None:
-    """Of all eleven, after one fitted constant for what it did not print (sends between cards, the optimizer's step);
-    and in their order."""
+    """All eleven, after one fitted constant for times that it did not print (sends between cards, the optimizer's
+    step); and in their order."""
     times, measured = simulated(), [float(row[2]) for row in ROWS]
 
     def worst(constant: int) -> float:

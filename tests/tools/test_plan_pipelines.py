@@ -190,7 +190,7 @@ def peak(case: Case) -> int:
     ],
 )
 def test_a_stages_peak_is_what_the_plan_says_to_a_thousandth(cases: list[Case]) -> None:
-    """Of the last stage it is up to one microbatch's output less, since the loss lets go of that in its backward."""
+    """The last stage needs up to one microbatch's output less, since the loss frees it in its backward."""
     by_rank = run_processes(3, peaks, cases, timeout_s=300.0)
     for number, case in enumerate(cases):
         plan = megastrategy.plan(

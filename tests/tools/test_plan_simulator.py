@@ -27,7 +27,7 @@ def launch(key: str, nbytes: float, hops: int = 1, link: Link = LINK) -> Launch:
 @pytest.mark.parametrize(
     ("step", "processor", "step_ms", "gradients_ms", "parameters_ms"),
     [
-        # 5 ms, of which the collective's 1 + 2 are hidden.
+        # 5 ms; the collective's 1 + 2 of them are hidden.
         ([Launch("a", (Phase(LINK, 1, 20),)), Compute(5), Wait(("a",), "gradients")], Processor(), 5, 0, 0),
         # Nothing hides 3 ms.
         ([Compute(5), launch("a", 20), Wait(("a",), "gradients")], Processor(), 8, 3, 0),

@@ -46,7 +46,7 @@ STEP = [
 ]
 PERIOD_MS, OWN_MS, OTHERS_MS = 110, 79, 2
 READY = [(1, 38, 31), (0, 76, 61)]
-# 0.5 ms a hop and 1 kB a millisecond: 2 kB and 8 kB, of which this rank sends a half.
+# 0.5 ms a hop and 1 kB a millisecond: this rank sends a half of 2 kB and 8 kB.
 RAN_MS = [0.5 + 2.048, 0.5 + 8.192]
 
 

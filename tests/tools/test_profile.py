@@ -38,7 +38,7 @@ from ..support.ranks import run_ranks
 from .test_summary import recorded
 from .timeline_events import assert_nested, slices
 
-# --- what the engine tells -------------------------------------------------------------------------------------------
+# --- the engine's events ---------------------------------------------------------------------------------------------
 
 
 def test_a_handle_tells_when_its_collective_ran_not_when_it_was_waited_for() -> None:

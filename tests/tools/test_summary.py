@@ -14,7 +14,7 @@ from .timeline_events import FORWARD, MS, WAIT, in_order, one_step, span
 
 
 def recorded(rank: int = 0, late: float = 0.0, *, clock: float = 0.0, num_steps: int = 4) -> RankEvents:
-    """Steps of 100 ms every 150, of which 30 load; between the first two lies an evaluation of 40 ms with a wait."""
+    """Steps of 100 ms every 150, 30 of them loading; between the first two is an evaluation of 40 ms with a wait."""
     evaluation = in_order(span(FORWARD, 105, 145, 0), span(WAIT, 110, 115, 1))
     events = []
     for number in range(num_steps):
@@ -28,7 +28,7 @@ def recorded(rank: int = 0, late: float = 0.0, *, clock: float = 0.0, num_steps:
 def test_an_evaluation_counts_nowhere() -> None:
     rank = recorded()
     times = rank_times(rank, rank.models[0])
-    # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, of which 2 lie in a gap's end
+    # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, 2 of them in a gap's end
     assert times.period_ms == pytest.approx(150.0)
     assert (times.gradients_ms, times.parameters_ms) == (9.0, 14.0)
     assert times.input_ms == pytest.approx(29.0)
@@ -39,7 +39,7 @@ def test_an_evaluation_counts_nowhere() -> None:
 
 
 def test_the_verdict_of_a_record_is_that_of_its_ranks() -> None:
-    """Rank 1 launches each bucket 12 ms after rank 0; its clock's difference is taken off as it is told."""
+    """Rank 1 launches each bucket 12 ms after rank 0; the reported difference of its clock is taken off."""
     both = [recorded(), recorded(1, 12.0)]
     [verdict] = verdicts(both)
     assert verdict.kind == "input-bound", "both ends differ by as much as the launches: two clocks"

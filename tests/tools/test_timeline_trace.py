@@ -20,7 +20,7 @@ from .timeline_events import FORWARD, MS, REDUCE, assert_nested, collective, in_
 
 
 def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
-    """Rank 1's clock began 7 ms later: it tells smaller numbers for the same moments."""
+    """Rank 1's clock began 7 ms later: it has smaller numbers for the same moments."""
     model = ModelEvents([*one_step(), *one_step(after=200)], (4096, 8192), (1024, 2048), num_skipped_steps=5)
     ranks = [RankEvents(0, [model], 0), RankEvents(1, [ModelEvents(one_step(after=-7 + 3))], 7 * MS)]
     trace = json.loads(json.dumps(chrome_trace(ranks)))

@@ -31,7 +31,7 @@ NUMEL = 2**20
 
 
 def ranks_with(*step_ms: float, num_buckets: int = 4) -> list[RankEvents]:
-    """Three steps on each rank, of which the middle one has the rank's length."""
+    """Three steps on each rank; the middle one has the rank's length."""
     ranks = []
     for rank, length_ms in enumerate(step_ms):
         events, now_ns = [], 0

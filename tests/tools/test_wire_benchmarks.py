@@ -57,4 +57,4 @@ def test_steps_with_narrow_state_are_timed_and_their_bytes_told() -> None:
     held = {row[0].strip(): float(row[1]) for row in rows}
     padded = 1 + 64 / (64 * 64 + 64)  # at most: the last parameter of a bucket, and the end of it
     for name, nbytes in {"fp32": 6, "bf16 state": 4, "param remainders": 5.0625, "both": 3.0625}.items():
-        assert nbytes - 0.001 <= held[name] <= nbytes * padded, name  # it is told to three digits
+        assert nbytes - 0.001 <= held[name] <= nbytes * padded, name  # it is printed with three digits

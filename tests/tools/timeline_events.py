@@ -35,7 +35,7 @@ def collective(
 
 
 def in_order(*rows: Sequence[Row], after: float = 0.0) -> list[Event]:
-    """As the engine tells them; ``after`` is added to all times (ms)."""
+    """As the engine reports them; ``after`` is added to all times (ms)."""
     events = sorted(itertools.chain(*rows), key=lambda row: row[0])
     shift = round(after * MS)
     return [
@@ -50,9 +50,9 @@ def in_order(*rows: Sequence[Row], after: float = 0.0) -> list[Event]:
 
 
 def one_step(after: float = 0.0) -> list[Event]:
-    """100 ms: forward 20, backward 40 of which 10 are waiting, step 20, 15 of waiting for parameters; two buckets.
+    """100 ms: forward 20, backward 40 with 10 of waiting, step 20, 15 of waiting for parameters; two buckets.
 
-    The second bucket stands behind the first one; half of it is hidden. Nothing hides the gathers.
+    The second bucket waits for the first one; half of it is hidden. Nothing hides the gathers.
     """
     return in_order(
         span(FORWARD, 0, 20, 1),

@@ -1,4 +1,4 @@
-"""What a user edits in a file that was written for Lightning's ModelParallelStrategy on GPUs, for ours and for CPUs."""
+"""Edits a file that was written for Lightning's ModelParallelStrategy on GPUs, for our strategy and for CPUs."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ OF_BOTH_DIMENSIONS = ("weight.device_mesh.", "tensor.device_mesh.ndim", "grad.de
 
 
 class _CutInstead(ast.NodeTransformer):
-    """Cuts over tensor ranks what Lightning's tests only shard over data-parallel ones, and does not ask whether
-    parameters are DTensors of both dimensions, as FSDP2's are."""
+    """Cuts over tensor ranks the modules that Lightning's tests only shard over data-parallel ones.
+
+    It does not check that parameters are DTensors of both dimensions, as FSDP2's are."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name(CUT, node.ctx) if node.id == ONLY_SHARDED else node

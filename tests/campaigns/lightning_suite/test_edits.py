@@ -1,4 +1,4 @@
-"""What is edited in a file that was written for Lightning's ModelParallelStrategy, and that the rest stays."""
+"""The edits in a file that was written for Lightning's ModelParallelStrategy; the rest stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runner of Lightning's own tests puts where, and that a comparison tells what fails."""
+"""The substitutions of the runner of Lightning's own tests, and a comparison that lists failing tests."""
 
 from __future__ import annotations
 

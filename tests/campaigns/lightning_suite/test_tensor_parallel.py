@@ -139,7 +139,7 @@ STRATEGIES = {"pytorch": "TrainerStrategy", "fabric": "FabricStrategy"}
 
 
 def edited_tests(lightning: Path, which: str, folder: Path, strategy: str) -> Path:
-    """A copy of their tests, of which one file is edited."""
+    """A copy of their tests with one edited file."""
     tests = lightning / TESTS[which]
     shutil.copytree(tests, folder / tests.name)
     shutil.copy(lightning / "pyproject.toml", folder)

@@ -114,7 +114,7 @@ def train_alike(config: dict[str, Any]) -> None:
 
 
 def refusals() -> list[str]:
-    """What is said to who takes another strategy of ours, with Ray's plugin and without, or options that are Ray's."""
+    """The errors for another strategy of ours, with Ray's plugin and without, and for options that are Ray's."""
     import datetime
 
     from megastrategy import MegatronDDPStrategy

@@ -22,7 +22,7 @@ HOSTS = Path(__file__).with_name("hosts.sh")
 
 
 def started(kind: str, strategy: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
-    """What came of it on the hosts that ended: weights, or an error; and how long it took."""
+    """The results of the hosts that ended: weights, or an error; and how long it took."""
     folder.mkdir()
     ours = {name: value for name, value in outside_of_ranks().items() if not name.startswith("GLOO_")} | variables
     ours |= {"TMPDIR": str(folder), "MASTER_PORT": "29511", "LOCAL_RANK": "0"}

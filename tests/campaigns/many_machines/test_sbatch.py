@@ -31,7 +31,7 @@ echo 127.0.0.1
 
 
 def submitted(name: str, folder: Path) -> str:
-    """What a job of the file prints."""
+    """The output of a job of the file."""
     for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         path = folder / "bin" / command
         path.parent.mkdir(exist_ok=True)

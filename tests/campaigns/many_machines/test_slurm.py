@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]  # a quarter of an ho
 
 
 def left_behind() -> set[str]:
-    """What a Slurm on this machine would be seen by."""
+    """The traces of a Slurm on this machine."""
     daemons = {"slurmctld", "slurmd", "slurmstepd", "munged"}
     found = {process.info["name"] for process in psutil.process_iter(["name"])} & daemons
     found |= {command for command in ("srun", "sbatch", "munged") if shutil.which(command)}

@@ -1,6 +1,6 @@
-"""What one of two ranks trains: python training.py STRATEGY FOLDER [long] [one-node].
+"""Trains on one of two ranks: python training.py STRATEGY FOLDER [long] [one-node].
 
-It runs as a script of its own, as users' scripts do, on two nodes or (one-node) on one. Each batch leaves a mark in
+It runs as a separate script, as users' scripts do, on two nodes or (one-node) on one. Each batch leaves a mark in
 FOLDER/in-RANK, and the end, a RuntimeError too, FOLDER/STRATEGY-RANK.pt: what was trained, or what was said, and how
 long it took. A long run is there to be met in training.
 """

@@ -256,7 +256,7 @@ FAILURES = {
 
 
 def example(name: str, leaves: str) -> str:
-    """What an sbatch file prints at its end."""
+    """The last output of an sbatch file."""
     with tempfile.TemporaryDirectory() as folder:
         variables = f"--export=ALL,PYTHON={sys.executable},OUT={folder},EPOCHS=1,CUDA_VISIBLE_DEVICES="
         _call("sbatch", "--wait", f"--output={folder}/output", variables, f"examples/slurm/{name}.sbatch")

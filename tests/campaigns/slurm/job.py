@@ -1,4 +1,4 @@
-"""What each task of a job runs: python -m tests.campaigns.slurm.job FOLDER STAGE STRATEGY. It writes where it is.
+"""Runs as each task of a job: python -m tests.campaigns.slurm.job FOLDER STAGE STRATEGY. It writes where it is.
 
 Two epochs are trained, each with a validation after it, and every fifth step is saved to FOLDER/last.ckpt, where a job
 that starts again goes on. Data come by a ResumableSampler, so that it goes on in mid-epoch. One stage takes its time,
@@ -52,7 +52,7 @@ class Model(pl.LightningModule):
             log.write(f"{time.time()} {what}\n")
 
     def digest(self) -> str:
-        """Of all weights' bits."""
+        """A digest of all weights' bits."""
         weights = torch.cat([param.detach().reshape(-1) for param in self.parameters()])
         return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 

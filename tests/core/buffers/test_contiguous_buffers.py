@@ -25,7 +25,7 @@ X = torch.ones(3, 20)
 
 
 class TwoLayers(nn.Module):
-    """Of 20 x 20, which are copied, with biases, which are added to zeros; the second one may be left out."""
+    """Layers of 20 x 20, which are copied, with biases, which are added to zeros; the second one may be left out."""
 
     def __init__(self) -> None:
         super().__init__()

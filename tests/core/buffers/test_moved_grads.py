@@ -27,8 +27,8 @@ each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):
-    """A layer whose gradient is copied into its buffer, small ones, whose gradients are added, one that only rank 0
-    uses, and one that no rank uses."""
+    """Layers with and without a copy of their gradient: a large one is copied into its buffer, small ones are added.
+    One is used by rank 0 only, and one by no rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What saving and loading an optimizer's state costs a rank: every storage that any operation makes, on the rank's
-thread or on its collectives' thread, is counted while it is alive, and the peak is held to a formula."""
+"""The memory for saving and loading an optimizer's state on a rank: every storage that any operation makes, on the
+rank's thread or on its collectives' thread, is counted while it is alive, and the peak is held to a formula."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Rank:
 
 
 def bytes_in(value: Any) -> int:
-    """Of all tensors, each with its own memory."""
+    """The bytes of all tensors, each with its own memory."""
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 

@@ -138,6 +138,6 @@ def train_on_some(num_instances: int) -> Tensor | None:
 @pytest.mark.parametrize("num_instances", [1, 2])
 @pytest.mark.parametrize("size", [4, 5])
 def test_groups_are_made_of_the_engines_own_and_end_with_it(size: int, num_instances: int) -> None:
-    """Twice in a process, on all ranks and on some, of which one is in more groups than the others."""
+    """Twice in a process, on all ranks and on some. One rank is in more groups than the others."""
     outcomes = run_processes(size, train_on_all if size == 4 else train_on_some, num_instances)
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes[:4])

@@ -1,5 +1,5 @@
-"""A state saved under torch DDP, a plain optimizer, reduce-scatter or all-reduce loads under every other of them, on
-every number of ranks, with another bucket size: what is gathered again is what was saved, tensor by tensor.
+"""A state saved by torch DDP, a plain optimizer, reduce-scatter or all-reduce loads in each of these, on every number
+of ranks. Bucket sizes differ, and the gathered state equals the saved one, tensor by tensor.
 
 Every writer trains once and every reader reads all files in one run, so the 144 pairs cost 24 runs of rank threads.
 """
@@ -204,7 +204,7 @@ def test_six_bf16_steps_are_three_and_three_on_two_ranks(writer: str, reader: Wo
 
 @pytest.mark.parametrize("reader", [World("rs", 3), World("ar", 2), World("rs", 1)], ids=str)
 def test_weights_changed_in_the_file_win_over_their_main_params(reader: World) -> None:
-    """Where they were changed, and only there. A file edited by hand, averaged, or pruned is what the user wants."""
+    """Only at the changed elements. A file edited by hand, averaged, or pruned is what the user wants."""
     checkpoint = read(written_by(World("rs", 2), amsgrad, dtype=torch.bfloat16))
     checkpoint["model"]["twice.weight"][3:5] *= 2
     file = io.BytesIO()

@@ -83,7 +83,7 @@ class Interrupts:
 
 
 class Raises:
-    """What a handler that raises at once looks like to torch."""
+    """Looks to torch like a handler that raises at once."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt

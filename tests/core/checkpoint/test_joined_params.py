@@ -66,7 +66,7 @@ class Training:
         return copy.deepcopy(self.module.state_dict())
 
     def saved(self) -> Any:
-        """What a file has, on every rank."""
+        """The contents of a file, on every rank."""
         own = self.weights(), self.optimizer.state_dict(), self.optimizer.main_params()
         return copy.deepcopy(self.model.engine.collectives.all_gather_objects(own if self.rank == 0 else None)[0])
 

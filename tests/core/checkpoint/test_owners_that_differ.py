@@ -37,7 +37,7 @@ class SGDWithPeaks(torch.optim.Optimizer):
 
 
 def one_weight(make: Callable[[Any], torch.optim.Optimizer], group: ProcessGroup | None) -> DistributedOptimizer:
-    """A weight of 96 elements of which either rank has a part; the model is there as long as the optimizer."""
+    """A weight of 96 elements, a part on each of two ranks; the model lives as long as the optimizer."""
     module = nn.Linear(96, 1, bias=False)
     model = DistributedDataParallel(module, process_group=group)
     return DistributedOptimizer(make(module.parameters()), model)
@@ -57,7 +57,7 @@ def own_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -> None:
-    """torch DDP would have the other elements' state too, from gradients that nobody kept."""
+    """torch DDP would have the other elements' state too, from gradients that no rank kept."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         optimizer = one_weight(SGDWithPeaks, group)
@@ -120,7 +120,7 @@ def in_blocks(state: dict[str, Any]) -> None:
     ids=["a count", "nothing", "another dtype", "a count for all elements", "what cannot be saved"],
 )
 def test_what_differs_is_named_on_all_ranks(change: Callable[[dict[str, Any]], None], says: str) -> None:
-    """As when one rank alone loaded a state, or somebody wrote into it."""
+    """As when only one rank loaded a state, or user code wrote into it."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         optimizer = one_weight(torch.optim.Adam, group)

@@ -16,7 +16,7 @@ from tests.support.processes import run_processes
 
 
 def write(folder: str, *, in_the_way: bool = False) -> tuple[dict[str, torch.Tensor], str]:
-    """What a whole save would have of the model and the first moments; and what was raised."""
+    """The model and the first moments as in a whole save, and the exception."""
     torch.manual_seed(0)
     net = nn.Linear(7, 5)
     model = DistributedDataParallel(net)

@@ -1,4 +1,4 @@
-"""What stages save is what one process would have saved, and any division into stages goes on from it."""
+"""Stages save the state that one process would save, and any division into stages resumes from it."""
 
 from __future__ import annotations
 

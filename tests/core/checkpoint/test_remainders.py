@@ -1,4 +1,4 @@
-"""What owners have not sent yet (param_wire_dtype) is saved, and a run goes on with it to the bit."""
+"""Changes that owners have not sent yet (param_wire_dtype) are saved, and a run resumes with them to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.training import load_in_order
 
 
 def saved(ours: Ours) -> dict[str, Any]:
-    """What a file has, on every rank."""
+    """The contents of a file, on every rank."""
     file = {"model": ours.module.state_dict(), "optimizer": ours.optimizer.state_dict(), "main": ours.remainders()}
     files = ours.collectives.all_gather_objects(file if ours.rank == 0 else None)
     return copy.deepcopy(files[0])

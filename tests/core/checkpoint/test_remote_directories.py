@@ -47,7 +47,7 @@ def url(tmp_path: Path) -> str:
 
 
 def save_near_and_far(folder: Path, url: str, dtype: torch.dtype) -> None:
-    """On three ranks, of which two write after three of six steps, and one, two and all read and go on."""
+    """On three ranks: two write after three of six steps, and one, two and all read and train on."""
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
     own = {size: make_collectives(groups[size], torch.device("cpu")) for size in groups if dist.get_rank() < size}
     near, far, saved, expected = folder / "near", RemoteDirectory(url), {}, []
@@ -103,7 +103,7 @@ def test_a_plain_loop_reads_what_torch_wrote(url: str) -> None:
 
 
 def state(number: int) -> dict[str, Any]:
-    """Another one for each number, of which every rank writes some."""
+    """A state for each number; every rank writes a part."""
     weights = {f"weight {index}": torch.full((50,), float(number)) for index in range(4)}
     return {"model": weights, "optimizer": {"state": {"weight": {"step": torch.tensor(float(number))}}}}
 
@@ -121,7 +121,7 @@ def load(place: RemoteDirectory) -> int:
 
 
 def assert_settled(url: str) -> None:
-    """What one save leaves, and nothing of any other."""
+    """The store has the objects of one save, and of no other."""
     names = objects_in(url)
     assert len(names) == 5, names
     assert {".metadata", "meta.pt"} < names
@@ -172,7 +172,7 @@ def cut_off_at_each_operation(url: str, kind: Kind, rank: int, replaces: bool) -
             assert torch.load(io.BytesIO(place.read("meta.pt") or b""))["number"] == (0 if failed else 1)
         dist.barrier()
         save(place, 2)
-        dist.barrier()  # rank 0 tidies up, for which nobody waits
+        dist.barrier()  # rank 0 tidies up, and no rank waits for that
         assert load(place) == 2
         assert_settled(place.url)
         if not reached:
@@ -183,8 +183,8 @@ def cut_off_at_each_operation(url: str, kind: Kind, rank: int, replaces: bool) -
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["dead", "answer lost", "once"])
 def test_what_is_replaced_is_complete_until_the_new_one_is(url: str, kind: Kind) -> None:
-    """A save that is cut off at each of its operations leaves the old directory or the new one, whole, and raises if
-    and only if it is the old one."""
+    """A save that is interrupted at any operation leaves the old directory or the new one, complete. It raises if and
+    only if it leaves the old one."""
     outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 0, True)
     # Rank 0 puts its part and the extra file, removes the old copy and puts .metadata, on which it turns. Then it
     # makes the copy, and removes two parts and an extra file. The last of the saves was not disturbed.
@@ -281,7 +281,7 @@ def save_where_lists_are_late(url: str) -> None:
 
 
 def test_what_was_put_need_not_be_listed_yet(url: str) -> None:
-    """Lists of some stores are late; they have an object as soon as it is put for whoever asks for it."""
+    """Lists of some stores are late; they return an object by name as soon as it is put."""
     run_processes(2, save_where_lists_are_late, url)
     assert_settled(url)
 

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` returned on each rank is loaded again, whatever container it went through in between."""
+"""The result of ``state_dict()`` on each rank is loaded again, from any container."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def of_16_bit_weights(group: ProcessGroup) -> tuple[nn.Module, DistributedDataPa
 
 
 def test_main_params_are_rolled_back() -> None:
-    """Of 16-bit weights most of an update is in the main params: what rounding left out is lost with them."""
+    """With 16-bit weights most of an update is in the main params: without them the rounding errors are lost."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module, model, optimizer = of_16_bit_weights(group)

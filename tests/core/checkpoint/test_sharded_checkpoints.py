@@ -28,7 +28,7 @@ from .test_checkpoint_memory import AllocationWatch
 
 
 def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool, make: Any = adamw) -> None:
-    """On three ranks, of which two write after three of six steps, and one, two and all read and go on."""
+    """On three ranks: two write after three of six steps, and one, two and all read and train on."""
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
     own = {size: make_collectives(groups[size], torch.device("cpu")) for size in groups if dist.get_rank() < size}
     path, saved, expected = folder / "checkpoint", {}, []
@@ -176,7 +176,7 @@ def count_opened_metadata(path: Path) -> int:
 
 
 def test_a_load_reads_the_metadata_once(tmp_path: Path) -> None:
-    """Of the model and the optimizer together."""
+    """A load of the model and the optimizer together."""
     assert run_processes(2, count_opened_metadata, tmp_path / "checkpoint") == [1, 1]
 
 

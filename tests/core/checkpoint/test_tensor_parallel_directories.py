@@ -1,4 +1,4 @@
-"""Directories of tensor-parallel models: whole parameters for whoever reads them, on any mesh, under FSDP2 or whole."""
+"""Directories of tensor-parallel models: whole parameters for readers on any mesh, under FSDP2 or in one process."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_every_mesh_reads_what_every_mesh_wrote(folder: Path, reader: World) -> 
 
 
 def test_the_directory_holds_each_element_once(folder: Path) -> None:
-    """What tensor ranks have whole, too, though each of them has shards of it."""
+    """Also of parameters that all tensor ranks have whole, though each rank has shards of them."""
     path = written(folder, World(2, 2), tuple(FEW_KINDS)) / "2x2" / str(FEW_KINDS[0]) / "directory"
     metadata = dcp.FileSystemReader(path).read_metadata()
     nbytes = sum(info.length for info in metadata.storage_data.values())
@@ -183,7 +183,7 @@ def ranges_of_replicas() -> dict[str, tuple[int, int]]:
 
 
 def test_tensor_ranks_divide_what_they_have_whole_alike() -> None:
-    """Or their shards of it would be chunks that overlap, of which torch's planner writes all."""
+    """Otherwise their shards would be overlapping chunks, and torch's planner writes all of them."""
     ranges = run_processes(4, ranges_of_replicas)
     assert ranges[0] == ranges[1] != ranges[2] == ranges[3]
 
@@ -367,7 +367,7 @@ def load_strange(path: Path) -> None:
 
 
 def whole_on_this_rank(value: Any) -> Any:
-    """Of the right shape, for which nobody has to be asked."""
+    """Tensors of the right shape, without communication."""
     return torch.zeros(value.shape)
 
 

@@ -57,7 +57,7 @@ def _reduce_and_gather() -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 def test_two_ranks_send_over_one_connection_and_receive_over_another() -> None:
-    """Where both went over one, its reader and its writer would keep each other from it, and a core busy."""
+    """If both used one, its reader and its writer would block each other, and keep a core busy."""
     half = 4 * NUMEL  # of the tensor when it is reduced, and again when it is gathered
     for busy in run_processes(2, _reduce_and_gather):
         assert len(busy) == 2, busy
@@ -85,7 +85,7 @@ def test_a_group_of_two_ranks_equals_torchs_except_for_its_connections() -> None
 
 
 def test_two_ranks_reduce_and_gather_over_a_single_connection() -> None:
-    """Somebody made it by hand, and passes it."""
+    """User code made the connection by hand, and passes it."""
 
     def run(rank: int, given: ProcessGroup) -> list[Tensor]:
         group = gloo_group(PrefixStore("one", store), rank, 2, connections=1)

@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_come_ends_the_others_with_a_reason() -> None:
             handles = [collectives.all_reduce(tensor, 1.0) for _ in range(2)]
             with pytest.raises(CollectiveError, match="rank 0 of 2: all-reduce did not complete"):
                 handles[0].wait()
-            # Whoever waits for a later one first, as the engine does for what ranks agree on, gets the same kind.
+            # A wait for a later one first, as for the ranks' agreement, returns the same kind.
             with pytest.raises(CollectiveError, match="one before it had failed: rank 0 of 2: all-reduce did not"):
                 handles[1].wait()
         collectives.close()

@@ -101,7 +101,7 @@ def test_a_copy_of_the_wrapper_is_a_plain_copy_of_the_module(copied: Copy, shard
 
 @ways_of_copying
 def test_a_copy_refuses_to_train_until_it_is_wrapped(copied: Copy) -> None:
-    """Nobody would reduce its gradients. Wrapped, it trains as the module itself would."""
+    """No engine would reduce its gradients. Wrapped, it trains as the module itself would."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model = Ours(two_layers(), group)

@@ -1,4 +1,4 @@
-"""What a move to another layout takes from the device's memory, counted with a model of CUDA's allocator."""
+"""The device memory that a move to another layout needs, counted with a model of CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Reserved(ThreadMode):
     [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"grad_reduce_in_fp32": False})],
 )
 def test_a_move_takes_no_more_memory_than_there_was(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Of parameters and gradients: on four ranks a shard of anything is smaller than half of the parameters."""
+    """For parameters and gradients: on four ranks a shard of anything is smaller than half of the parameters."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int, int]:
         module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(dtype)

@@ -53,7 +53,7 @@ class Case:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank ended with: copies."""
+    """The final state of a rank: copies."""
 
     weights: dict[str, Tensor]
     strides: dict[str, tuple[int, ...]]
@@ -344,7 +344,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]
 def steps_between(
     case: Case, size: int, first: int, end: int, *, moving: bool, saved: Saved | None = None
 ) -> tuple[Saved, Saved]:
-    """What is saved after these steps, and what is saved after the first backward of them, before its step: once a
+    """The state saved after these steps, and the one saved after their first backward, before its step: by then a
     model that moves has moved."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[Saved, Saved]:

@@ -33,7 +33,7 @@ SUMS = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": T
 
 
 def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> BufferLayout:
-    """Of the same parameters, in the order of registration and in buckets of another size."""
+    """A layout of the same parameters, in the order of registration and in buckets of another size."""
     config = DistributedDataParallelConfig(
         bucket_size=bucket_size,
         use_distributed_optimizer=model.layout.num_shards > 1,
@@ -140,7 +140,7 @@ def test_parameters_that_had_joined_find_their_place_among_the_others(when: str,
 
 @pytest.mark.parametrize("steps_again", [True, False])
 def test_gradients_that_were_stepped_with_before_a_move_are_there_after_it(steps_again: bool) -> None:
-    """A second step finds them, and the next backward adds to them, since nobody zeroed any."""
+    """A second step finds them, and the next backward adds to them, since none were zeroed."""
 
     def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
         module = Layers(reverse=False)
@@ -165,7 +165,7 @@ def test_gradients_that_were_stepped_with_before_a_move_are_there_after_it(steps
 
 
 def test_of_three_ranks_each_has_its_new_third() -> None:
-    """What is gathered right after the move is what was there before it."""
+    """The state gathered right after the move equals the state before it."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False, dtype=BF16), overlap_grad_reduce=False)
@@ -282,7 +282,7 @@ class CountsItself(torch.optim.SGD):
 
 
 class KeepsFunction(torch.optim.SGD):
-    """Keeps an object with each tensor, which is nobody's to send."""
+    """Keeps an object with each tensor that cannot be sent."""
 
     def step(self, closure: Any = None) -> Any:
         for param in (param for group in self.param_groups for param in group["params"]):
@@ -291,7 +291,7 @@ class KeepsFunction(torch.optim.SGD):
 
 
 def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> list[Any]:
-    """What a move would change."""
+    """The state that a move would change."""
     layout: Any = model.layout
     assert isinstance(model.engine.grad_buffers, ContiguousGradBuffers)
     flats = [
@@ -379,8 +379,8 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 3, 8, 15])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
-    """In the exchange of what there is, in the first and a middle one of what is gathered, and in the last of all, in
-    which each hears that all have everything."""
+    """Failures are in four exchanges: of the kinds of state, of the first gathered state, of one in the middle, and in
+    the last, in which each rank learns that all have everything."""
     kept: dict[int, tuple[list[Any], list[Any]]] = {}
     counts: dict[int, int] = {}
 

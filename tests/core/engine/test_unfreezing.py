@@ -183,7 +183,7 @@ def test_bf16_weights_that_join_have_main_params() -> None:
 
 
 def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
-    """The buckets of those that join come after the others; the others keep their memory and their shards."""
+    """The buckets of new parameters come after the others; the others keep their memory and their shards."""
 
     def rank_main(rank: int, group: ProcessGroup) -> None:
         module = four_layers()

@@ -20,7 +20,7 @@ def layout_of(
     order: list[int] | None = None,
     dtypes: list[torch.dtype] | None = None,
 ) -> BufferLayout:
-    """Of 1-D parameters "0", "1", ..., for two ranks."""
+    """A layout of 1-D parameters "0", "1", ..., for two ranks."""
     kinds = dtypes or [torch.float32] * len(numels)
     specs = [ParamSpec(str(i), (n,), (1,), kinds[i], torch.float32) for i, n in enumerate(numels)]
     return build_layout(specs, config, 2, order)

@@ -16,7 +16,7 @@ DP, DENSE, EXPERTS, NUM_EXPERTS = 8, 64 * 1024, 8 * 64 * 1024, 8
 
 
 def layout_of(ep: int, **options: object) -> BufferLayout:
-    """A dense parameter, and a stack of experts of which each rank has ``NUM_EXPERTS / ep``; both divide evenly."""
+    """A dense parameter, and a stack of experts, ``NUM_EXPERTS / ep`` on each rank; both divide evenly."""
     config = DistributedDataParallelConfig(bucket_size=10**9, **options)  # type: ignore[arg-type] # fields by name
     every = build_layout([], config, DP).domain
     groups = tuple(tuple(range(place, DP, ep)) for place in range(ep))

@@ -42,7 +42,7 @@ def trained_unevenly(case: Case) -> tuple[dict[str, bytes], BufferLayout]:
 
 @pytest.mark.parametrize("mode", ["reduce-scatter", pytest.param("all-reduce", marks=pytest.mark.long)])
 def test_three_ranks_add_up_the_gradients_of_replicas_in_one_order(mode: str) -> None:
-    """Of two ranks a sum has one order; of three it depends on who owns an element."""
+    """Over two ranks a sum has one order; over three it depends on the owner of an element."""
     case = OneBucket(mode, vocab=UNEVEN, steps=3)  # type: ignore[arg-type] # the name of one
     outcomes = run_processes(6, trained_unevenly, case)
     (replicas, layout), (_, other) = outcomes[:2]

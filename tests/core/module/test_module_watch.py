@@ -22,7 +22,7 @@ either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 class Net(nn.Module):
-    """Three blocks in a list, of which the forward takes what is there, a frozen layer, an auxiliary loss, a head."""
+    """Three blocks in a list (the forward runs the present ones), a frozen layer, an auxiliary loss, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ REPLACED: dict[Callable[[Net], None], tuple[str, str]] = {
 def test_a_submodule_that_is_replaced_is_named_on_every_rank(
     replace: Callable[[Net], None], options: dict[str, Any]
 ) -> None:
-    """Before every forward, so that nobody goes on by catching it once."""
+    """Before every forward, so that catching it once does not help."""
     gone, came = REPLACED[replace]
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -119,7 +119,7 @@ def test_the_whole_module_replaced_is_named() -> None:
 
 
 def test_with_torch_ddp_the_new_submodule_is_never_trained() -> None:
-    """What the error is against: the ranks' gradients for it differ, and the optimizer has the old one."""
+    """The fault that the error prevents: the ranks' gradients for it differ, and the optimizer has the old one."""
 
     def run(rank: int, group: ProcessGroup) -> Tensor:
         net = Net()

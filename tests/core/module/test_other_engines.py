@@ -1,5 +1,5 @@
-"""One parameter has one engine: torch DDP inside or around, and parameters of which each rank has a part, are refused
-by name."""
+"""One parameter has one engine: torch DDP inside or around, and parameters that are divided over the ranks, are
+refused by name."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
         # Engines that reduce in one backward need groups of their own, or they meet in each other's collectives.
         of_ddp = gloo_group(PrefixStore("ddp", group.get_group_store()), rank, 2)
         # Held until both ranks have ended: its reducer, collected sooner, keeps Python's lock and waits for gloo's
-        # threads, of which one may wait for that lock.
+        # threads, and one of them may wait for that lock.
         outer = TorchDDP(Calls(), process_group=of_ddp)
         outer(torch.ones(2, 10)).sum().backward()
         assert critic.full_grad(critic.module[0].bias) is not None

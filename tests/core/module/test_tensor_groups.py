@@ -1,4 +1,4 @@
-"""What the ranks of a tensor group have to have in common is compared, and named where it differs."""
+"""The common state of a tensor group's ranks is compared, and differences are named."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def cut_twice(mesh: Any) -> str:
 
 
 def replicas(mesh: Any) -> list[str]:
-    """What is found, as the model was wrapped and where some ranks have changed a weight."""
+    """The findings, for the model as it was wrapped and after some ranks have changed a weight."""
     found = []
     for name, ranks in (("down.bias", ()), ("up.weight", (2,)), ("down.bias", (1, 3))):
         model = wrapped(mesh)
@@ -139,7 +139,7 @@ def replicas(mesh: Any) -> list[str]:
 
 
 def parted_before_the_wrap(mesh: Any) -> tuple[float, float]:
-    """A value of a replica and one of a part, each of which had the rank's number when the model was wrapped."""
+    """A value of a replica and one of a part. Each was the rank's number when the model was wrapped."""
     module = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     replica, part = module.down.bias.to_local(), module.up.weight.to_local()
     with torch.no_grad():

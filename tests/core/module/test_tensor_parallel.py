@@ -200,7 +200,7 @@ def inf_on_one_rank(mesh: Any) -> tuple[float, bool]:
 
 
 def norms_of_params(mesh: Any) -> tuple[list[float], list[float]]:
-    """Of each parameter, by the engine and by what :meth:`full_grad` gives."""
+    """The norm of each parameter's gradient, by the engine and from the result of :meth:`full_grad`."""
     trainee = fresh(mesh)
     trainee.backward(0, 0)
     norms = trainee.model.grad_norms().tolist()

@@ -54,7 +54,7 @@ def compile_module(trainee: Trainee) -> None:
 
 
 def compile_by_inductor(trainee: Trainee) -> None:
-    """Of the wrapped model, as users write it."""
+    """Compiles the wrapped model, as users write it."""
     torch._dynamo.reset()
     torch._inductor.config.compile_threads = 1  # else each rank starts processes for it
     torch._inductor.metrics.reset()

@@ -1,4 +1,4 @@
-"""``optimizer.state`` of a sharded optimizer: who looks up a Parameter is told, who walks over all of it is not."""
+"""``optimizer.state`` of a sharded optimizer: looking up a Parameter raises, iterating over all of it does not."""
 
 from __future__ import annotations
 

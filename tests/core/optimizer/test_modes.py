@@ -135,7 +135,7 @@ def test_what_is_saved_in_evaluation_goes_on_to_the_bit(saved_with: str) -> None
 
 
 def reference_in_fp32(rank_batches: list[Tensor], dtype: torch.dtype) -> list[Weights]:
-    """In one process: fp32 main params, of which the weights are the rounding in either mode."""
+    """In one process: fp32 main params; the weights are their rounding in either mode."""
     module = two_layers().to(dtype)
     mains = [param.detach().float() for param in module.parameters()]
     optimizer = ScheduleFree(mains, lr=0.05)
@@ -392,7 +392,7 @@ def test_what_works_later_would_miss_whole_main_params_too() -> None:
 
 
 def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
-    """Where the ranks have a store to meet in."""
+    """If the ranks have a store to meet in."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()

@@ -101,12 +101,12 @@ def test_they_are_those_of_whole_tensors(
         assert norms == pytest.approx(whole, rel=1e-6)
     if optimizer_class is torch.optim.AdamW:
         (expected, *_) = run_ranks(size, zeros_of_ddp)
-        assert results[0][0][0] == expected > 28 * 6, "the words that nobody meets, and rows that relu has cut"
+        assert results[0][0][0] == expected > 28 * 6, "words in no batch, and rows that relu has cut"
 
 
 def on_a_mesh(tp: int, cases: list[Case]) -> list[tuple[int, float, float, int]]:
-    """For each case the zeros in the first gradients, the norm of the weights, asked for and of whole tensors, and the
-    zeros where all are zero."""
+    """For each case: the zeros in the first gradients, the norm of the weights (by the engine and of whole tensors),
+    the zeros if all are zero."""
     seen = []
     for case in cases:
         trainee = Trainee.make(meshes(tp), case)
@@ -136,5 +136,5 @@ def test_tensor_ranks_count_each_element_once(dp: int, tp: int) -> None:
             module.loss(module(tokens), tokens).backward()
         unmet = sum(int((param.grad == 0).sum()) for param in module.parameters() if param.grad is not None)
         assert zeros == unmet
-        assert case.tied or unmet > 400 * 128, "words that nobody met have no gradient"
+        assert case.tied or unmet > 400 * 128, "words in no batch have no gradient"
         assert all_zeros == sum(param.numel() for param in module.parameters())

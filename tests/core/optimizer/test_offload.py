@@ -122,7 +122,7 @@ def test_the_table_counts_pinned_memory_as_torch_allocates_it() -> None:
 
 
 def test_state_of_parameters_that_join_later_goes_there_too() -> None:
-    """What was loaded while they were frozen, and is whole on each rank until then."""
+    """State that was loaded while they were frozen, and is whole on each rank until then."""
     file = trained(2, adam, torch.bfloat16, range(2))
     uncut = trained(2, adam, torch.bfloat16, range(2, 4), file)
 
@@ -206,7 +206,7 @@ def test_a_file_is_loaded_past_the_device_unless_somebody_looks_at_it(
 
 
 def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank will keep of it is on the host while the rest is gathered."""
+    """The part that a rank will keep is on the host while the rest is gathered."""
     taken: list[Tensor] = []
 
     def run(rank: int, group: ProcessGroup) -> None:

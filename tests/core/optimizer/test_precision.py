@@ -170,7 +170,7 @@ def test_weights_changed_from_outside_are_neither_lost_nor_overwritten(
 
 
 def test_main_params_survive_a_swap_there_and_back() -> None:
-    """What weight averaging does for validation: other weights in, evaluate, the same weights back."""
+    """As weight averaging does for validation: other weights in, evaluate, the same weights back."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = Scale(200, torch.bfloat16)

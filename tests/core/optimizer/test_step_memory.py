@@ -164,7 +164,7 @@ def assert_as_in_place(
 
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_a_step_that_raises_after_it_gave_a_parameter_other_memory(by_norm: bool) -> None:
-    """What it did to parameters is done, as with torch, and the next step changes the model's."""
+    """Its changes of parameters remain, as with torch, and the next step changes the model's."""
 
     class Raises(ReplacesWeights):
         fails = False

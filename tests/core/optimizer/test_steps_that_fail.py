@@ -17,7 +17,7 @@ from tests.support.whole_params import SOME, batch
 
 
 class NoRootError(Exception):
-    """Of a matrix."""
+    """A matrix has no root."""
 
 
 class Fails(Simple):
@@ -37,7 +37,7 @@ class Fails(Simple):
 def train(
     group: ProcessGroup, rank: int, *, by_norm: bool, num_params: int, armed: set[int], fails: str, **options: Any
 ) -> list[Tensor]:
-    """Eight layers, of which the optimizer has some of the weights; the third of five steps fails on some ranks."""
+    """Eight layers; the optimizer has some of their weights; the third of five steps fails on some ranks."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(10, 8), *(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 7))
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SOME, **options), group)

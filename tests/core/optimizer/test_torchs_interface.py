@@ -125,7 +125,7 @@ def set_groups(trainee: Trainee) -> None:
 
 
 def put_back(trainee: Trainee) -> None:
-    """What ``__getstate__`` returned, with the same state in it, which has been trained on since."""
+    """Restores the result of ``__getstate__``; its state is the same object, and has been trained since."""
     trainee.step(2)
     kept = trainee.optimizer.__getstate__()
     trainee.optimizer.state = collections.defaultdict(dict)

@@ -1,5 +1,5 @@
-"""What the user's optimizer does in ``step`` and ``zero_grad`` happens as under torch DDP: every argument arrives, an
-overridden method is called, and where nothing is sharded nobody calls it but the user."""
+"""The user's optimizer runs its ``step`` and ``zero_grad`` as under torch DDP: every argument arrives, an overridden
+method is called, and if nothing is sharded only the user calls it."""
 
 from __future__ import annotations
 

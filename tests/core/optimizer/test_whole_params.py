@@ -76,7 +76,7 @@ def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set
         for param in bucket.params:
             slot = layout.slots[param]
             ranks = set(stepped[slot.start - bucket.start : slot.end - bucket.start])
-            assert 0 not in ranks, "nobody steps it"
+            assert 0 not in ranks, "no rank steps it"
             if param in whole and slot.start < slot.end:
                 assert ranks == {owners.rank_of[param] + 1}
         here = [param for param in bucket.params if param in whole]

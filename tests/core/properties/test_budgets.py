@@ -1,4 +1,4 @@
-"""What a steady step costs an accelerator, counted on the host: kernels, and reads that the host waits for.
+"""The cost of a steady step on an accelerator, counted on the host: kernels, and reads that the host waits for.
 
 Times need a device; counts do not. A kernel budget has one term a parameter and one a bucket, and none an element.
 """
@@ -114,7 +114,7 @@ def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatc
         assert max(of_exchange.values(), default=0) <= 1
         others = {name: count for name, count in counts.items() if name not in of_exchange}
         expected = {"megastrategy.core.buffers.nonfinite.found: tolist": 1} if mode == "checked" else {}
-        if mode == "kept in 16 bits":  # AdamW keeps its counts in the host's memory, unless it is told otherwise
+        if mode == "kept in 16 bits":  # AdamW keeps its counts in the host's memory by default
             expected = {"megastrategy.core.shards.random_rounding.key_of_step: __int__": LAYERS}
         assert others == expected
 

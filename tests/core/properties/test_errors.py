@@ -122,7 +122,7 @@ def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
         theirs = two_layers()
         with pytest.raises(ValueError, match=r"no parameter of this SGD .*parameter 0 of group 0.*Pass model"):
             DistributedOptimizer(torch.optim.SGD(theirs.parameters(), lr=0.1), model)
-        assert not model.engine.has_optimizer, "or nobody would notice that nothing trains it"
+        assert not model.engine.has_optimizer, "or it would not be noticed that nothing trains it"
         other = DistributedDataParallel(theirs, process_group=group)
         params = [*model.parameters(), *theirs.parameters()]
         with pytest.raises(

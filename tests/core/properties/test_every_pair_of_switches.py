@@ -371,7 +371,7 @@ CASES = [
 
 @functools.cache
 def weights_after(row: Row, num_steps: int) -> dict[str, Tensor]:
-    """Of a run without failures, on any rank: the parameters."""
+    """The parameters after a run without failures, on any rank."""
 
     def train(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
         training = start_ours(row.run, rank, group, row.config)
@@ -435,8 +435,8 @@ def assert_nothing_half_done(row: Row, training: Training, events: list[Event]) 
     starts, ends = waits[::2], waits[1::2]
     assert [(EventKind.WAIT_END, index) for _, index in starts] == ends, "each wait ends before the next"
     with contextlib.suppress(CollectiveError):
-        model.finish_param_gather()  # that it fails is told once
-    assert all(type(param) is torch.nn.Parameter for param in module.parameters()), "nobody waits for them any more"
+        model.finish_param_gather()  # its failure is reported once
+    assert all(type(param) is torch.nn.Parameter for param in module.parameters()), "no read waits for them any more"
     begun, done = optimizer.num_steps
     assert begun - done in (0, 1)
     if begun == done:
@@ -453,7 +453,7 @@ def assert_nothing_half_done(row: Row, training: Training, events: list[Event]) 
 
 
 def assert_threads_end(before: set[threading.Thread]) -> None:
-    """Those of the engine that have come since; they may be on their way out."""
+    """The engine's threads that were started since; they may be ending."""
     deadline = time.monotonic() + 10.0
     while left := [t for t in set(threading.enumerate()) - before if t.name.startswith("megastrategy")]:
         assert time.monotonic() < deadline, f"{left} are left behind"
@@ -463,9 +463,10 @@ def assert_threads_end(before: set[threading.Thread]) -> None:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
 def test_a_step_that_failed_on_all_ranks_is_tried_again(row: Row) -> None:
-    """A collective that all ranks failed to start, in backward or at its end, is nothing to the result of the step when
-    that is tried again from its first microbatch: torch DDP's bits, for nothing that was on the wire or half summed is
-    left in it, though nobody zeroes gradients in between."""
+    """A collective that all ranks failed to start, in backward or at its end, does not change the result of the step.
+
+    The step is tried again from its first microbatch, without zeroing gradients, and has torch DDP's bits: nothing that
+    was on the wire or half summed is left in it."""
     failures = {1: FIRST_REDUCTION, 2: LATER_REDUCTION, 4: AGREEMENT}
 
     def train(rank: int, group: ProcessGroup) -> Outcome:

@@ -1,4 +1,4 @@
-"""What ``.grad`` is, and what several backwards, zeroing and user code do to it: compared with torch DDP."""
+"""The contents of ``.grad``, after several backwards, zeroing and user code: compared with torch DDP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def zeroed_twice_then_accumulated(model: Any, rank: int) -> None:
 
 
 def zeroed_by_hand_in_the_window(model: Any, rank: int) -> None:
-    """What Lightning does when it validates in the middle of an accumulation window."""
+    """As Lightning does when it validates in the middle of an accumulation window."""
     with model.no_sync():
         model(batch(rank, 0)).square().sum().backward()
     for param in model.module.parameters():
@@ -167,7 +167,7 @@ def test_all_reduce_shows_gradients_until_zeroed_and_none_where_unused() -> None
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
         assert weight.grad is before, "a step leaves gradients alone"
         address = before.data_ptr()
-        del before  # or it would be left to whoever keeps it
+        del before  # or its keeper would have it
         model.zero_grad()
         assert weight.grad is None
         one_backward(model, rank)

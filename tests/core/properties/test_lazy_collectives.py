@@ -45,7 +45,7 @@ def is_poison(tensor: Tensor) -> bool:
 
 
 def refused(run: Callable[[], Any]) -> str:
-    """What is raised; the fixture that looks for what was caught need not know of it."""
+    """The exception, which the fixture for caught breaches does not see."""
     with pytest.raises(ContractError) as caught:
         run()
     violations.remove(str(caught.value))
@@ -55,7 +55,7 @@ def refused(run: Callable[[], Any]) -> str:
 # --- the double ------------------------------------------------------------------------------------------------------
 
 CALLS: dict[str, tuple[Callable[[Collectives, Tensor], Handle], Callable[[int], slice]]] = {
-    # what is started, and of which elements the result is defined on a rank
+    # the collective that is started, and the elements whose result is defined on a rank
     "all_reduce": (lambda c, t: c.all_reduce(t, 0.5), lambda rank: slice(0, 8)),
     "all_reduce_max": (lambda c, t: c.all_reduce_max(t), lambda rank: slice(0, 8)),
     "reduce_scatter": (lambda c, t: c.reduce_scatter(t, 0.5), lambda rank: slice(4 * rank, 4 * rank + 4)),
@@ -130,7 +130,7 @@ def test_a_write_in_flight_is_seen(name: str, delivery: Delivery) -> None:
         tensor = numbers(rank)
         handle = CALLS[name][0](lazy(group, delivery), tensor)
         tensor[4 * rank] = 5.5  # of a gather the own part, which is still being read
-        assert "somebody wrote in flight" in refused(handle.wait)
+        assert "was written in flight" in refused(handle.wait)
 
     run_ranks(2, run)
 
@@ -263,7 +263,7 @@ def test_training_in_instances_is_the_same_whenever_results_come(delivery: Deliv
 
 
 class Forgotten(Handle):
-    """Nobody waits for what it stands for."""
+    """A handle that is never waited for."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -409,7 +409,7 @@ def test_buffers_that_are_zeroed_on_another_stream_are_seen() -> None:
 
 
 def first_reader_waits(group: ProcessGroup, *, for_both: bool) -> None:
-    """As findings have it: whoever reads a parameter first waits for its bucket, on the stream that it reads on."""
+    """The first reader of a parameter waits for its bucket, on the stream that it reads on."""
     collectives, streams, params = lazy(group), Streams(), torch.ones(8)
     with InFlightGuard(streams):
         handles = [collectives.all_gather(params)]

@@ -241,8 +241,8 @@ def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.real_collectives("counts what the rings send")
 def test_bytes_on_the_wire_with_whole_parameters_are_as_predicted(size: int, dtype: torch.dtype) -> None:
-    """Beside what is sent for shards, the parts of gradients that lie elsewhere than at their owners. A gather is as
-    long as there are weights, whoever has stepped how many of them."""
+    """In addition to the bytes for shards, the parts of gradients that are not at their owners. A gather has the size
+    of the weights, for any distribution over owners."""
     layout = build_layout(
         [param_spec(name, param, CONFIG) for name, param in linears(dtype).named_parameters()], CONFIG, size
     )
@@ -265,7 +265,7 @@ def linears(dtype: torch.dtype) -> nn.Sequential:
 def check_bytes_on_the_wire(
     size: int, dtype: torch.dtype, bytes_a_param: float, *, kind: Any = torch.optim.SGD, **options: Any
 ) -> None:
-    """What the kernel has counted in three steps, by rank and parameter."""
+    """The kernel's count in three steps, by rank and parameter."""
     steps = 3
     elsewhere = bytes_received().keys()
 

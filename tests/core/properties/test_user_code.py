@@ -1,4 +1,4 @@
-"""What user code does between wrap and close, row by row against torch DDP, in a plain loop."""
+"""User code between wrap and close, row by row against torch DDP, in a plain loop."""
 
 from __future__ import annotations
 

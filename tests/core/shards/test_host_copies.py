@@ -25,7 +25,7 @@ from tests.support.thread_mode import ThreadMode
 
 
 class LazyCopies(ThreadMode):
-    """Carries out copies that nobody wants to wait for when the device is synchronised."""
+    """Carries out copies without a wait when the device is synchronised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_without_the_wait_the_copies_are_wrong(device: LazyCopies, monkeypatch: 
 
 
 def gathered() -> list[Tensor]:
-    """What rank 0 is given after a step of Adam with weights in bf16: state of three buckets, and main params."""
+    """Rank 0's gathered tensors after a step of Adam with weights in bf16: state of three buckets, and main params."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
         config = DistributedDataParallelConfig(bucket_size=200)

@@ -1,4 +1,4 @@
-"""What bf16 weights lack of their fp32 main params is 17 bits, and with them nothing is lost."""
+"""The difference of bf16 weights and their fp32 main params is 17 bits, and with them nothing is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_number_comes_back_to_the_bit(upper: int) -> None:
 
 
 def test_sixteen_bits_are_one_too_few() -> None:
-    """Of an even weight there are 65,537 main params, counted; of an odd one 65,535."""
+    """An even weight has 65,537 main params, counted; an odd one 65,535."""
     main = torch.cat([all_near(0x3F80), all_near(0x3F83)])
     weights = main.bfloat16().view(torch.int16)
     assert int((weights == 0x3F82).sum()) == 2**16 + 1

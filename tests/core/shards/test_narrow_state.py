@@ -1,6 +1,6 @@
 """``optimizer_state_dtype`` and ``store_param_remainders``: fewer bytes between steps, fp32 in a step and in files.
 
-With ``offload_optimizer_states`` too, of which test_offload.py has what is its own.
+Also with ``offload_optimizer_states``; test_offload.py has its own tests.
 
 What they do to a training, to the bit, is in test_every_pair_of_switches.py and in the fuzzing; the bytes between steps
 in test_memory.py.
@@ -57,7 +57,7 @@ def alone(make: Any, steps: range) -> tuple[list[Tensor], dict[str, Any]]:
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_number_of_ranks_and_buckets_gives_the_same_bits(dtype: torch.dtype, make: Any) -> None:
-    """Those of one process that rounds the state of whole parameters; also of a run that goes on on other ranks."""
+    """The bits equal one process that rounds the state of whole parameters; also after resuming on other ranks."""
     weights, state = alone(adam if make is adam else plain_momentum, range(6))
     for size, other, options in (
         (2, 3, {}),
@@ -95,8 +95,8 @@ def test_a_run_goes_on_to_the_bit_in_whatever_order_a_file_is_loaded(order: tupl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_are_those_of_a_run_without(dtype: torch.dtype) -> None:
-    """What bits keep is the same to the bit; what is rounded has the same keys, shapes and dtypes, and goes on under
-    the other options, and in torch's own optimizer, from the very numbers that were saved."""
+    """Main params are the same to the bit. Rounded state has the same keys, shapes and dtypes, and resumes under the
+    other options, and in torch's own optimizer, from exactly the saved numbers."""
     plain = trained(2, adam, dtype, range(4))
     assert_same_file(trained(2, adam, dtype, range(4), **BITS), plain)
     assert_same_file(trained(2, adam, dtype, range(4), **ON_HOST), plain)
@@ -265,7 +265,7 @@ def test_methods_that_work_on_elements_are_refused() -> None:
 
 
 def test_parameters_that_join_later() -> None:
-    """What was trained elsewhere comes with its state, and is kept as the others are from then on."""
+    """Parameters that were trained elsewhere bring their state, and are then stored like the others."""
     file = trained(2, adam, torch.bfloat16, range(2))
 
     def run(rank: int, group: ProcessGroup) -> Any:
@@ -293,8 +293,8 @@ def test_parameters_that_join_later() -> None:
 
 
 class Halves(Given):
-    """Weights of one, which steps move by multiples of half a unit in their last place: main params that lie half way
-    between two weights, of which some go up and some go down, and others that do not."""
+    """Weights of one, which steps move by multiples of half a unit in their last place. Some main params are half way
+    between two weights, and are rounded up or down; others are not."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -308,8 +308,8 @@ class Halves(Given):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [3, 2, 4])
 def test_main_params_half_way_between_two_weights(size: int) -> None:
-    """What 16 bits could not tell apart: weights and main params of fp32 ones, to the bit, in steps, files and moves to
-    other ranks; in pieces that end within a byte of the bitmap."""
+    """Cases that 16 bits cannot distinguish: weights and main params of fp32 ones, to the bit, in steps, files and
+    moves to other ranks; in pieces that end within a byte of the bitmap."""
 
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=1.0)

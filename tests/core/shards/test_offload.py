@@ -1,7 +1,7 @@
 """Copies to a device and back beside its work: right however late or early each stream does its own.
 
-Memory is given out as an allocator does that counts it to the caller's stream: again as soon as nobody holds it, by the
-next tensor that is made, whatever is still queued elsewhere.
+Memory is reused as by an allocator that counts only the caller's stream: the next new tensor gets a block as soon as no
+tensor refers to it, whatever is still queued elsewhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megastrategy.core.shards.offload import Offload
 from tests.support.lazy_device import LazyDevice
 
 HOST = torch.device("cpu")
-NOBODY: Any = SimpleNamespace(wait_for_device=lambda *_: None)
+NO_WAIT: Any = SimpleNamespace(wait_for_device=lambda *_: None)
 """Collectives of one rank."""
 NUM_PIECES, NUMEL, NUM_STEPS = 7, 6, 3
 
 
 class Memory:
-    """Of the device: blocks of one size, in the place of ``torch.empty``."""
+    """The device's memory: blocks of one size, in the place of ``torch.empty``."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -47,7 +47,7 @@ class Memory:
         return lent
 
     def of(self, argument: Any) -> Any:
-        """What a kernel holds: an address, and nothing that keeps it from being given out."""
+        """A kernel's view: an address, without a reference that prevents reuse."""
         if isinstance(argument, Tensor):
             for block in self._blocks:
                 if block.data_ptr() == argument.data_ptr():
@@ -92,7 +92,7 @@ def steps(early: str, spoil: Callable[[Any], object] = lambda _: None) -> tuple[
                 offload_.send([part], [place])
                 del place, present
             del coming
-            offload_.settle(NOBODY)
+            offload_.settle(NO_WAIT)
             expected = [part * 3 + 1 for part in expected]
             is_right &= all(map(torch.equal, kept, expected))
     return is_right, memory.num_blocks
@@ -137,8 +137,8 @@ def test_after_a_step_that_failed_what_was_on_its_way_to_the_device_writes_to_no
     (place,) = one.arrive(first)
     device.write(memory.of(place), torch.ones(NUMEL))
     one.send(kept[:1], [place])
-    one.settle(NOBODY)
-    one.settle(NOBODY)
+    one.settle(NO_WAIT)
+    one.settle(NO_WAIT)
     assert torch.equal(kept[0], torch.ones(NUMEL))
     del first, second, place
     others = [memory.empty(torch.Size([NUMEL]), dtype=torch.float32, device=HOST) for _ in range(2)]
@@ -160,7 +160,7 @@ def test_what_a_failed_step_had_brought_is_not_written_over_what_has_its_memory_
     monkeypatch.setattr(offload, "torch", SimpleNamespace(empty=memory.empty))
     arriving = one.fetch([kept])
     del arriving
-    one.settle(NOBODY)
+    one.settle(NO_WAIT)
     other = memory.empty(kept.shape, dtype=kept.dtype, device=HOST)
     assert memory.num_blocks == 1
     device.write(memory.of(other), torch.ones(NUMEL))
@@ -187,7 +187,7 @@ def test_the_wait_for_copies_is_watched() -> None:
     with pytest.raises(GoneError):
         one.settle(watched)
     assert not kept[0].any()
-    one.settle(NOBODY)
+    one.settle(NO_WAIT)
     assert kept[0].all()
 
 
@@ -198,4 +198,4 @@ def test_on_the_host_itself_copies_are_made_at_once() -> None:
     assert place.data_ptr() != kept[0].data_ptr()
     one.send(kept, [place.add_(2)])
     assert torch.equal(kept[0], torch.full((NUMEL,), 2.0, dtype=torch.bfloat16))
-    one.settle(NOBODY)
+    one.settle(NO_WAIT)

@@ -55,8 +55,8 @@ def test_an_element_has_its_number_wherever_a_shard_begins(start: int) -> None:
 
 
 def test_chances_are_even_and_independent() -> None:
-    """Of 2**20 elements: the mean, each bit, and what neighbours, steps and the two of one element have in common; all
-    within five standard deviations."""
+    """For 2**20 elements: the mean, each bit, and the correlation of neighbours, of steps and of the two of one
+    element; all within five standard deviations."""
     numel = 2**20
     of_step = {step: halves(draw(places(numel), key_of_step(step, 0))) for step in (1, 2, 3)}
     other = halves(draw(torch.arange(numel, dtype=torch.int32) + first_place("other", 0), key_of_step(1, 0)))[0]

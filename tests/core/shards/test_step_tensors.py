@@ -1,4 +1,4 @@
-"""Shards are stepped as few large tensors, and nobody can tell from the state."""
+"""Shards are stepped as few large tensors, and the state does not show it."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class OwnBuffers(torch.optim.Optimizer):
 
 
 class CountsInATensor(torch.optim.Optimizer):
-    """The third step is half as long: whoever steps it on trial must not be counted."""
+    """The third step is half as long: trial steps must not be counted."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01, "calls": [0]})

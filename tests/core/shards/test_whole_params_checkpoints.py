@@ -30,7 +30,7 @@ from tests.support.whole_params import batch, model_on, same, train
 def test_state_of_any_kind_is_saved_and_resumed_on_other_numbers_of_ranks(
     kind: Callable[..., torch.optim.Optimizer], sizes: tuple[int, int]
 ) -> None:
-    """What is gathered again is what was saved, and torch's own optimizer loads it and steps alike."""
+    """The gathered state equals the saved one, and torch's own optimizer loads it and steps alike."""
     file = io.BytesIO()
 
     def write(rank: int, group: ProcessGroup) -> None:

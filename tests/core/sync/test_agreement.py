@@ -1,4 +1,4 @@
-"""What ranks agree on, of any number of ranks and without one."""
+"""The agreement of any number of ranks, and without a process group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megastrategy.core.sync.agreement import Agreement
 
 @st.composite
 def said_by_ranks(draw: st.DrawFn) -> list[Agreement]:
-    """Of one to five ranks, with as many parameters and buckets on each."""
+    """The facts of one to five ranks, with as many parameters and buckets on each."""
     num_params, num_buckets = draw(st.integers(0, 6)), draw(st.integers(0, 4))
     rank = st.builds(
         Agreement,

@@ -188,7 +188,7 @@ def test_promised_parameters_without_a_gradient_are_named() -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_gradients_that_were_kept_are_none_of_the_next_backward(sharded: bool) -> None:
-    """Nobody zeroes: what another rank alone used has a gradient here as well, which this backward did not bring."""
+    """Without zeroing: a parameter that only another rank used has a gradient here as well, not from this backward."""
 
     def static(rank: int, group: ProcessGroup) -> None:
         config = DistributedDataParallelConfig(static_graph=True, use_distributed_optimizer=sharded)
@@ -210,7 +210,7 @@ def test_gradients_that_were_kept_are_none_of_the_next_backward(sharded: bool) -
 
 
 class Opaque:
-    """An output that nobody can look into."""
+    """An output whose contents are not visible."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -271,7 +271,7 @@ def test_a_backward_that_is_tried_again_after_an_error(way: dict[str, Any]) -> N
 
 @dataclasses.dataclass
 class Output:
-    """What some models return; torch's pytree does not look inside."""
+    """An output of some models; torch's pytree does not look inside."""
 
     hidden: Tensor
     name: str = "output"

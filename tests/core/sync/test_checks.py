@@ -150,7 +150,7 @@ def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monke
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_goes_on_after_the_error(mode: str) -> None:
-    """Whoever catches it on all ranks and drops the batch trains as if it had not been."""
+    """Code that catches it on all ranks and drops the batch trains as if the batch had not existed."""
 
     def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
         weights = []
@@ -224,7 +224,7 @@ def test_a_backward_that_met_nan_and_then_raised_leaves_nothing(mode: str) -> No
 
 
 class LeavesOut(nn.Module):
-    """Two layers, of which the first may be left out of the graph."""
+    """Two layers; the first may be left out of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class LeavesOut(nn.Module):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_training_goes_on_after_an_unused_parameter_was_told(mode: str, overlap: bool) -> None:
-    """What the backward that raised left is dropped, whether or not buckets were launched; nobody has to zero it."""
+    """Gradients of the failed backward are dropped, whether or not buckets were launched, without ``zero_grad()``."""
 
     def train(model: nn.Module, optimizer: Any, rank: int) -> None:
         model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
@@ -281,7 +281,7 @@ def test_a_step_may_come_before_any_backward(mode: str) -> None:
 
 
 def test_without_the_check_nothing_more_is_sent_and_nan_spreads() -> None:
-    """What the option is against, and what it costs: no collective of its own while ranks agree on used parameters."""
+    """The fault that the option prevents, and its cost: no additional collective if ranks agree on used parameters."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[list[str], bool]:
         calls = []
@@ -376,7 +376,7 @@ def test_norms_before_the_reduction_are_of_local_gradients_and_after_zero_grad_z
 
 
 def test_a_gradient_written_after_the_reduction_is_what_norms_and_steps_see() -> None:
-    """Written by hand on all ranks, or on one alone: then nobody waits for a gather that the other does not start."""
+    """Written by hand on all ranks, or on one only: then no rank waits for a gather that the other does not start."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model = wrap(group)

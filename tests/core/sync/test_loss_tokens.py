@@ -93,7 +93,7 @@ def test_with_instances(accumulate: int) -> None:
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 @pytest.mark.parametrize("sums", [{}, {"grad_reduce_in_fp32": False}], ids=["fp32 sums", "16-bit sums"])
 def test_16_bit_weights(mode: str, sums: dict[str, Any]) -> None:
-    """What four steps change differs by the rounding of weights and gradients, whose last bits are 2 ** -8 of them."""
+    """Changes of four steps differ by the rounding of weights and gradients, whose last bits are 2 ** -8 of them."""
 
     def change(weights: dict[str, Tensor]) -> Tensor:
         before = token_model().bfloat16().state_dict()
@@ -239,7 +239,7 @@ def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize("reads", ["full_grad", "grad_norms", "grad_norm", "step", "unscale"])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_whoever_reads_gradients_first_has_the_mean_over_tokens(mode: str, reads: str) -> None:
-    """And nobody after them a mean that was corrected twice, also where all backwards were under ``no_sync``."""
+    """Later readers do not get a mean that was corrected twice, also if all backwards were under ``no_sync``."""
 
     def run(rank: int, group: ProcessGroup, *, sync: bool) -> list[Tensor | None]:
         setup = Setup(group, **MODES[mode])

@@ -211,7 +211,7 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
             with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
                 logits = model(ids, lambda part: _Gathered.apply(part, sequence_group))
                 loss, num_tokens = mean_loss(logits, labels)
-                # A rank without labels has gradients of the others', and the mean over nothing is no part of those.
+                # A rank without labels has gradients of the others, and these do not include the mean over nothing.
                 model.weigh_by_tokens(loss, num_tokens).backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()

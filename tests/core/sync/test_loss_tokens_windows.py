@@ -1,4 +1,4 @@
-"""Where a mean over tokens begins and ends, which means are refused on all ranks, and what counting costs."""
+"""The beginning and end of a mean over tokens, the means that all ranks refuse, and the cost of counting."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def counted_and_uncounted_steps(setup: Setup) -> None:
 
 
 def steps_without_a_drop(setup: Setup) -> None:
-    """Of gradients that were used nobody asks for their mean with others, and what is kept is dropped in the end."""
+    """Gradients that were used are not averaged with later ones, and kept gradients are dropped in the end."""
     setup.step(0, 2)
     setup.optimizer.step()
     setup.backward(3)
@@ -231,7 +231,7 @@ def evaluation(setup: Setup) -> None:
 
 
 def gradient_by_autograd(setup: Setup) -> None:
-    """A loss that is weighed, and of which torch.autograd.grad takes gradients, is none of the window."""
+    """A weighed loss whose gradients torch.autograd.grad returns is not in the window."""
     ids, labels = batch(setup.rank, 3, 0)
     loss = setup.model.weigh_by_tokens(setup.module(ids, labels, setup.rank), 100)
     torch.autograd.grad(loss, setup.module.twice.weight)

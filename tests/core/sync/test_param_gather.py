@@ -1,4 +1,4 @@
-"""overlap_param_gather: when parameters arrive, and that nobody sees one before it is there."""
+"""overlap_param_gather: when parameters arrive; no code reads one before it has arrived."""
 
 from __future__ import annotations
 
@@ -413,8 +413,8 @@ def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:
 
 
 def test_a_step_whose_weights_did_not_arrive_is_not_done() -> None:
-    """Or whoever saves after the error takes the old weights of other ranks' shards for those of the new state. The
-    next step that brings all weights makes up for it."""
+    """Otherwise a save after the error would combine other ranks' old weights with new state. The next step that
+    gathers all weights corrects it."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
         module, collectives = net(), FailingCollectives(group)

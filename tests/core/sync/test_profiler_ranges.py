@@ -1,4 +1,4 @@
-"""What torch.profiler shows of a step."""
+"""The ranges of a step in torch.profiler."""
 
 from __future__ import annotations
 

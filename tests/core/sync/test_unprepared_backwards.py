@@ -291,7 +291,7 @@ def test_nothing_is_sent_for_a_backward_that_was_not_prepared(size: int, options
 
 @each_engine
 def test_a_sharded_step_takes_the_mean_of_what_no_forward_prepared(size: int, options: Mapping[str, Any]) -> None:
-    """Where every rank trains the module itself; with whole gradients each steps its own, as under torch DDP."""
+    """If every rank trains the module itself; with whole gradients each steps its own, as under torch DDP."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
         loop = Loop(rank, group, options)

@@ -55,7 +55,7 @@ def matrices_and_rest(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def rounded(values: Tensor, wire: str | None) -> Tensor:
-    """What is read of fp32 numbers that were sent."""
+    """The received values of fp32 numbers."""
     if wire is None:
         return values
     if wire != "int8":
@@ -315,7 +315,7 @@ def test_the_table_says_what_is_saved() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_weights_are_sent_as_they_are(dtype: torch.dtype) -> None:
-    """Of 16 bits there is nothing to round; and of fp64 gradients alone."""
+    """16-bit weights need no rounding; with fp64 only gradients are rounded."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers().to(dtype)

@@ -212,7 +212,7 @@ class Recording(Simple):
     ("lr", "tried"), [(0.3, {0.3}), (torch.tensor(0.25), {0.25}), (0.0, {0.01}), (1e-9, {1e-9, 0.01})]
 )
 def test_it_is_tried_at_its_own_learning_rate(lr: Any, tried: set[float]) -> None:
-    """Where that moves too little, at a larger one too."""
+    """If that moves too little, at a larger one too."""
     seen: list[float] = []
     assert probe(Recording(params(), lr, seen), CPU, torch.float32).reason is None
     assert set(seen) == tried

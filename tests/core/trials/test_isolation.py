@@ -212,7 +212,7 @@ def test_trials_of_methods_leave_no_trace() -> None:
 
 
 def test_two_ranks_with_other_random_numbers_find_the_same() -> None:
-    """What a step that draws comes to must not depend on the program's numbers."""
+    """The result of a step that draws must not depend on the program's numbers."""
 
     class Sometimes(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -31,14 +31,14 @@ def params() -> list[torch.nn.Parameter]:
 
 
 def asked(known: KnownFindings, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> Any:
-    """What is found, and whether a trial was made for it."""
+    """The findings, and whether a trial was made for them."""
     with Operations() as operations:
         findings = known.probe(optimizer, CPU, dtype)
     return findings, operations.count > 0
 
 
 class Own(SGD):
-    """Somebody's class."""
+    """A user's class."""
 
 
 def test_the_same_class_and_options_are_tried_once() -> None:
@@ -76,7 +76,7 @@ def test_what_differs_is_tried(make: Callable[[], torch.optim.Optimizer], dtype:
         lambda: Own(params(), lr=0.1),
         lambda: AdamW(params(), lr=torch.tensor(0.1)),
     ],
-    ids=["somebody's class", "a tensor among the options"],
+    ids=["a user's class", "a tensor among the options"],
 )
 def test_what_may_depend_on_more_is_tried_each_time(make: Callable[[], torch.optim.Optimizer]) -> None:
     known = KnownFindings()

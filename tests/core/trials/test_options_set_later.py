@@ -52,7 +52,7 @@ class Word(Simple):
 
 
 class Off(Simple):
-    """What couples its elements is off: by a sign, by infinity, by an entry that is missing, by its attributes."""
+    """Coupling of elements is off: by a sign, by infinity, by an entry that is missing, by its attributes."""
 
     clips = False
 

@@ -102,7 +102,7 @@ def test_the_main_process_that_saves_a_sharded_optimizer_without_the_others_is_t
 
 def die_meanwhile(folder: Path) -> None:
     accelerator = make_accelerator("megatron_ddp")
-    alive = os.open(folder.with_name("alive"), os.O_RDWR | os.O_CREAT)  # a number: nobody closes it before the process
+    alive = os.open(folder.with_name("alive"), os.O_RDWR | os.O_CREAT)  # a number: it stays open until the process
     if not accelerator.is_main_process:
         fcntl.flock(alive, fcntl.LOCK_EX)
     net = AwkwardNet()

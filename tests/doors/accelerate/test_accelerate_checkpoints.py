@@ -94,7 +94,7 @@ def rest(run: Run, resumed: Run) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What is in the files of a checkpoint that hold no random state. Also a test: plain types only."""
+    """The contents of a checkpoint's files, except random state. Also a test: plain types only."""
     files: dict[str, Any] = {}
     for file in sorted(path.iterdir()):
         if file.suffix == ".safetensors":
@@ -304,7 +304,7 @@ def save_everything(folder: Path) -> dict[str, Tensor]:
 
 
 def test_saved_weights_are_complete_and_no_larger_than_they_are(worlds: Worlds, tmp_path: Path) -> None:
-    """Parameters lie in one flat buffer, of which safetensors would keep one, and torch.save all."""
+    """Parameters are in one flat buffer: safetensors would keep one of them, and torch.save the buffer."""
     expected, _ = worlds.run(save_everything, tmp_path)
     tied = {"embed.weight", "head.weight"}
     for folder in ("whole", "parts"):

@@ -126,7 +126,7 @@ def test_clipping_any_parameters_of_several_models(worlds: Worlds, mode: dict[st
 
 
 def accumulate_two(name: str, mode: dict[str, Any]) -> tuple[list[bool], list[dict[str, Tensor]]]:
-    """Seven batches of both models in windows of three, of which the last is short."""
+    """Seven batches of both models in windows of three; the last is short."""
     accelerator = make_accelerator(name, mode, gradient_accumulation_steps=3)
     nets = net_of(1), net_of(2)
     samples = torch.randn(26, 5, generator=torch.Generator().manual_seed(4))
@@ -168,7 +168,7 @@ def test_clipping_what_was_not_sent(worlds: Worlds) -> None:
 
 
 class HasItsOwn(nn.Module):
-    """A table that each rank has by itself, as torch DDP is told."""
+    """A table that each rank has by itself, under torch DDP too."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

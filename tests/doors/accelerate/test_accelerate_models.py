@@ -83,7 +83,7 @@ def look_at_model() -> None:
         assert net.layer(inputs(accelerator)).dtype == torch.bfloat16
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is net
     assert "_original_forward" not in net.__dict__
-    # a copy is a plain module's, and trains nobody
+    # a copy is a plain module's, and trains no other
     twin = copy.deepcopy(model)
     assert twin.module is not net
     twin.eval()
@@ -251,7 +251,7 @@ def test_training_again(worlds: Worlds, mode: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
-    """What accelerate's own does on GPUs alone."""
+    """accelerate's own does this on GPUs only."""
     if type(accelerator).__module__ == "megastrategy.accelerate":
         with accelerator.join_uneven_inputs([model], even_batches=False):
             yield
@@ -321,7 +321,7 @@ def alone_and_compiled() -> None:
 
 
 def alone_under_torchrun() -> None:
-    """One process that was launched as one of several is wrapped, and parameters that nobody uses are no error."""
+    """One process that was launched as one of several is wrapped, and parameters that no step uses are no error."""
     os.environ["LOCAL_RANK"] = "0"
     accelerator = make_accelerator("megatron_ddp")
     assert (str(accelerator.distributed_type.value), accelerator.num_processes) == ("MULTI_CPU", 1)
@@ -345,7 +345,7 @@ def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
 
 
 def train_one_through_another(name: str) -> dict[str, Tensor]:
-    """The second model is prepared, and nobody steps it: torch DDP reduces its gradients all the same."""
+    """The second model is prepared but not stepped: torch DDP reduces its gradients all the same."""
     accelerator = make_accelerator(name)
     nets = net_of(1), nn.Linear(3, 3)
     with torch.no_grad():

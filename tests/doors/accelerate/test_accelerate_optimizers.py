@@ -36,7 +36,7 @@ from ..matrix import MODES
 
 @contextlib.contextmanager
 def recorded(collectives: Any) -> Iterator[list[str]]:
-    """What the engine asks of the group, which later jobs use too."""
+    """The engine's collectives of the group, which later jobs use too."""
     sent: list[str] = []
     before = dict(collectives.__dict__)
 
@@ -159,7 +159,7 @@ def test_parameters_that_no_model_has_are_stepped_as_under_torch_ddp(
 ) -> None:
     results = assert_like_ddp(worlds, train_strangers, mode, 1e-6, prepare)
     (_, head, guide, *_), (_, other_head, other_guide, *_) = results
-    assert not torch.equal(head["weight"], other_head["weight"]), "nobody reduces its gradient"
+    assert not torch.equal(head["weight"], other_head["weight"]), "its gradient is not reduced"
     assert torch.equal(guide["weight"], other_guide["weight"]), "it has none"
 
 

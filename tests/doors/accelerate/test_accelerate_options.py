@@ -45,7 +45,7 @@ def test_options(worlds: Worlds) -> None:
 
 
 def translated_hook(hook: str, wrapper: str, plugin: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """What gradients are sent in, and the lines about it."""
+    """The dtype in which gradients are sent, and the lines about it."""
     import logging
 
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs

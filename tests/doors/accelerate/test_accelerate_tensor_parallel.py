@@ -347,7 +347,7 @@ def test_a_trainer_trains_and_saves_as_in_one_process(worlds: Worlds, tmp_path: 
         assert_close(resumed[0]["weights"], alone["weights"])
         worlds.run(fit, folder, sizes, size=size, on_two_nodes=True)
         one, other = (tmp_path / f"node {node}/checkpoint-4" for node in (0, 1))
-        # save_pretrained of Transformers writes on rank 0 alone, whatever it is told
+        # save_pretrained of Transformers writes only on rank 0, with any arguments
         assert_close(load_file(one / "model.safetensors"), expected)
         for name in ("optimizer.pt", "scheduler.pt"):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name

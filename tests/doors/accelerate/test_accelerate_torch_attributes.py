@@ -1,5 +1,4 @@
-"""What a prepared model answers where the attributes of torch's DDP are asked for, all of them; see
-torch_ddp_by_name's [Note: torch's attributes]."""
+"""A prepared model answers for all attributes of torch's DDP; see torch_ddp_by_name's [Note: torch's attributes]."""
 
 from __future__ import annotations
 

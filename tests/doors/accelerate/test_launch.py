@@ -119,7 +119,7 @@ def write_script(folder: Path) -> Path:
 
 
 def launched(folder: Path, *command: str, ranks: int = 2, **environment: str) -> tuple[list[dict[str, Any]], str]:
-    """What the ranks saw of a script that was started in the folder, and all that was said."""
+    """The ranks' findings in a script that was started in the folder, and all output."""
     out = folder / "saw"
     output = run_python(
         *command,

@@ -63,7 +63,7 @@ def test_gradients_may_be_dropped_without_a_step(ranks: Ranks, options: dict[str
 
 
 def local_gradients(name: str, strategy_options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """What ``.grad`` holds after one and after two backwards that are not synchronised."""
+    """The contents of ``.grad`` after one and after two backwards that are not synchronised."""
     trainee = set_up(name, strategy_options)
     seen = []
     for batch in itertools.islice(make_data(trainee.fabric), 2):

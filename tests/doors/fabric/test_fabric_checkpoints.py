@@ -118,7 +118,7 @@ def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str
 
 
 def load_without_main_params(strategy_options: dict[str, Any], path: str, stripped: str) -> None:
-    """What "ddp" saved, and what another writer wrote, has none: the weights are then all there is."""
+    """Files of "ddp" and of other writers have none: there are only the weights."""
     fabric = make_fabric("megatron_ddp", strategy_options, precision="bf16-true")
     net = AwkwardNet()
     model, optimizer = fabric.setup(net, sgd(net.parameters()))

@@ -72,7 +72,7 @@ def test_an_average_of_what_setup_returns(ranks: Ranks, options: dict[str, Any],
 
 
 def copies_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
-    """What fabric.setup returned is copied, pickled and saved whole; the copies are evaluated, and trained on."""
+    """The result of fabric.setup is copied, pickled and saved whole; the copies are evaluated and trained further."""
     trainee = set_up(name, strategy_options)
     fabric, model = trainee.fabric, trainee.model
     trainee.train(3)

@@ -96,7 +96,7 @@ if __name__ == "__main__":
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("start_method", "ends"), [("fork", 1), ("popen", 2), ("spawn", 1)])
 def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -> None:
-    """Nobody tears a Fabric down: the engine's threads must not keep a process from ending, nor fail at its end.
+    """A Fabric has no teardown: the engine's threads must not keep a process from ending, nor fail at its end.
 
     The script's last collective is not one of the default group's: gloo's threads of that are torch's to end, and may
     abort a process that ends right after one (under "ddp" too).

@@ -128,7 +128,7 @@ def gan(name: str, strategy_options: dict[str, Any]) -> Any:
 
 @both_modes
 def test_two_models_with_an_optimizer_each(ranks: Ranks, options: dict[str, Any]) -> None:
-    """Of the several backwards through the discriminator only its own count: zero_grad drops the generator's."""
+    """Only the discriminator's own backwards count for it: zero_grad drops the generator's."""
     assert_like_ddp(ranks, gan, options)
 
 
@@ -196,7 +196,7 @@ def test_parameters_of_no_model_are_stepped_as_under_ddp(ranks: Ranks, mode: dic
     ours, theirs = (ranks.run(strangers, name, mode) for name in ("megatron_ddp", "ddp"))
     assert_equal(ours, theirs)
     (_, head, _), (_, other, _) = ours
-    assert not torch.equal(head["weight"], other["weight"]), "nobody reduces their gradients"
+    assert not torch.equal(head["weight"], other["weight"]), "their gradients are not reduced"
 
 
 # --- again, and never trained ---------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def train_in_one_process(folder: str, resume: str) -> dict[str, Any]:
 
 
 def load_in_bf16(directory: str) -> str:
-    """fp32 weights of a directory become main params, of which each rank has read its part."""
+    """fp32 weights of a directory become main params; each rank reads its part."""
     strategy = MegatronDDPStrategy(tensor_parallel_size=2, parallelize_fn=parallelize)
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, precision="bf16-true")
     fabric.launch()

@@ -1,1 +1,1 @@
-"""What users do with ``"ddp"``, an area a module: each lists FEATURES, and BEYOND where ``"ddp"`` cannot."""
+"""Uses of ``"ddp"``, an area a module: each lists FEATURES, and BEYOND for those that ``"ddp"`` cannot run."""

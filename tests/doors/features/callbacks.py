@@ -185,7 +185,7 @@ def pruning(name: str, strategy_options: dict[str, Any], *, callback: Callable[.
 def checkpointing(
     name: str, strategy_options: dict[str, Any], *, fails_at: int | None = None, **saver_options: Any
 ) -> Watched:
-    """What is in the folder after the fit, and what the callback says of it."""
+    """The contents of the folder after the fit, and the callback's record of it."""
     with tempfile.TemporaryDirectory() as folder:
         saver = ModelCheckpoint(dirpath=folder, **saver_options)
         callbacks: list[Make | Callback] = [saver]

@@ -80,7 +80,7 @@ def fitted(
 
 
 def wrap_again(trainer: pl.Trainer) -> None:
-    """What a user of "ddp" would have to do where what is trained changes: only the references of tests do."""
+    """A user of "ddp" would have to do this when the set of trained parameters changes: only test references do."""
     strategy: Any = trainer.strategy
     strategy.model = None  # the wrapper that is there takes its hooks along
     strategy.model = strategy._setup_model(trainer.lightning_module)

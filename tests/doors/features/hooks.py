@@ -1,4 +1,4 @@
-"""What hooks see of gradients, what they change, and where autograd is used in other ways."""
+"""Hooks that read and change gradients, and other uses of autograd."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def seen(name: str, strategy_options: dict[str, Any], hook: str, **options: Any)
 
 
 class LogsNorms(AwkwardModule):
-    """What Lightning's documentation does in this hook; where gradients are shards with the strategy's function."""
+    """As Lightning's documentation does in this hook; with the strategy's function if gradients are shards."""
 
     norm_type: float | str = 2.0
 
@@ -111,7 +111,7 @@ class DropsGradientsLater(AwkwardModule):
 
 
 class WritesGradients(AwkwardModule):
-    """Puts gradients of its own in the place of two, one of which no rank had used."""
+    """Replaces the gradients of two parameters; no rank had used one of them."""
 
     def on_after_backward(self) -> None:
         strategy: Any = self.trainer.strategy

@@ -79,7 +79,7 @@ class LocalOverBatches(Manual):
 
 
 class TwiceSynchronised(Manual):
-    """Two backwards before a step, both sent, as happens to whoever does not think of it.
+    """Two backwards before a step, both sent, as in code without ``no_sync``.
 
     SGD: in front of BatchNorm a bias has no gradient but rounding, which AdamW would make a step of. Whole batches:
     BatchNorm over two samples makes much of a rounding too.

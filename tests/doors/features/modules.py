@@ -54,7 +54,7 @@ class Checkpointed(nn.Module):
 
 
 class Adapter(nn.Module):
-    """LoRA: a frozen linear layer plus a product of two small matrices, the second of which begins with zeros."""
+    """LoRA: a frozen linear layer plus a product of two small matrices; the second begins with zeros."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class SyncedBatchNorm(nn.BatchNorm1d):
 
 
 class SyncOnCPU(LayerSync):
-    """What ``Trainer(sync_batchnorm=True)`` installs, for a CPU."""
+    """The layer of ``Trainer(sync_batchnorm=True)``, for a CPU."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         for name, child in model.named_modules():
@@ -205,7 +205,7 @@ class Complex(nn.Module):
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients, rows of which come twice in a batch, and a dense layer."""
+    """An embedding with sparse gradients, with rows that come twice in a batch, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from ..matrix import Feature
 
 
 def schedule_free(params: Any) -> torch.optim.Optimizer:
-    """Of those that train: torch DDP keeps an empty state for a frozen one that was looked up."""
+    """The state of trained parameters: torch DDP keeps an empty state for a frozen one that was looked up."""
     return ScheduleFree([param for param in params if param.requires_grad], lr=0.02, weight_decay=0.01)
 
 
@@ -44,7 +44,7 @@ class Modes(AwkwardModule):
 
 
 def fit_with_modes(name: str, strategy_options: dict[str, Any], **trainer_options: Any) -> list[Any]:
-    """Two epochs, of which each is saved in evaluation; then a third from the file, by a new Trainer."""
+    """Two epochs, each saved in evaluation; then a third from the file, by a new Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         saver = ModelCheckpoint(dirpath=folder)
         first, second = Modes(), Modes()

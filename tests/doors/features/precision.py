@@ -127,7 +127,7 @@ class Linear8(nn.Linear):
 
 
 class EngineLikePrecision(Precision):
-    """What transformer-engine's plugin overrides, without its kernels: layers replaced, weights cast, contexts."""
+    """The overrides of transformer-engine's plugin, without its kernels: layers replaced, weights cast, contexts."""
 
     precision = "transformer-engine"  # type: ignore[assignment]
 

@@ -104,7 +104,7 @@ def test_a_trainer_says_what_is_wrong_with_a_file_on_every_rank(ranks: Ranks, tr
 
 
 class Keeps(pl.Callback):
-    """What it is given by the checkpoint, for as long as it lives."""
+    """Keeps the checkpoint's object for as long as it lives."""
 
     best = torch.zeros(0)
 
@@ -129,7 +129,7 @@ def resume_and_keep(path: Path, sharded: bool) -> None:
     assert is_mapped(load_file(path)["state_dict"]["out.weight"], path), "the measure works"
     keeper = Keeps()
     strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
-    trainer = make_trainer(strategy, callbacks=[keeper], max_epochs=1)  # of which the checkpoint is the end
+    trainer = make_trainer(strategy, callbacks=[keeper], max_epochs=1)  # the checkpoint is its end
     trainer.fit(AwkwardModule(), loader(), ckpt_path=path)
     states = [value for values in trainer.optimizers[0].state.values() for value in values.values()]
     assert len(states) > (6 if sharded else 20)

@@ -48,7 +48,7 @@ class Module(AwkwardModule):
 
 
 class StrategyOfAUser(MegatronDDPStrategy):
-    """What a project may derive: an option of its own, the others passed on."""
+    """A strategy that a project may derive: an additional option, the others passed on."""
 
     def __init__(self, note: str = "", **options: Any) -> None:
         super().__init__(**options)

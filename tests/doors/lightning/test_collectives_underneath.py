@@ -1,4 +1,4 @@
-"""What is chosen with ``--collectives`` is under the doors too, in the processes of their ranks."""
+"""The choice of ``--collectives`` applies under the doors too, in the processes of their ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rank_processes import Ranks
 
 
 def kinds_under_a_fit() -> tuple[str, str, int]:
-    """Of what reduces, of what is around it, and how many collectives it had started."""
+    """The class that reduces, the class around it, and its number of started collectives."""
     seen: list[Any] = []
 
     class Look(pl.Callback):

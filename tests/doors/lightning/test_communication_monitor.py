@@ -270,7 +270,7 @@ class SlowData(Net):
 
 
 def test_a_fit_ends_with_what_it_was_bound_by(ranks: Ranks) -> None:
-    """After the first of 4 batches of 2 buckets. Rank 0 says it; where the callback is on rank 0 alone nobody waits for
+    """After the first of 4 batches of 2 buckets. Rank 0 says it; if only rank 0 has the callback no rank waits for
     long."""
     late, none = ranks.run(verdict_of_fit, LateOnRank1)
     assert none is None
@@ -321,7 +321,7 @@ class StepsEveryThirdBatch(Manual):
 
 
 class SendsTwiceAStep(Manual):
-    """Two synchronised backwards, each of which is reduced, before a step."""
+    """Two synchronised backwards, each reduced, before a step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for _ in range(2):

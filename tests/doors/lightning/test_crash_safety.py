@@ -63,7 +63,7 @@ REASONS = (
 
 
 def losses_of(folder: Path, num_steps: int) -> list[dict[int, float]]:
-    """By rank, of a run that nobody disturbed."""
+    """By rank, the losses of an undisturbed run."""
     losses = [dict(recorded(folder, rank)) for rank in range(SIZE)]
     assert all(list(found) == list(range(num_steps)) for found in losses)
     return losses
@@ -81,7 +81,7 @@ def assert_all_files_are_whole(folder: Path) -> None:
 
 
 def assert_all_in_store_are_whole(url: str) -> None:
-    """So are those of which a kill cut a part off, whose names are to be seen: they are no checkpoints."""
+    """Interrupted ones, whose names are visible, are not checkpoints."""
     store = RemoteDirectory(url)
     names = store.file_system().ls(url, detail=False) if store.kind() == "directory" else []
     for place in (RemoteDirectory(store.object(name.rsplit("/", 1)[-1])) for name in names):
@@ -99,7 +99,7 @@ def assert_survivor_said_why(kill: Kill, outcome: Outcome) -> None:
 
 
 def train_under_fire(job: Job, folder: Path, seed: int, count: int) -> None:
-    """One training that is killed ``count`` times and resumes by itself, beside one that nobody disturbed."""
+    """One training that is killed ``count`` times and resumes by itself, beside an undisturbed one."""
     calm, fire = folder / "calm", folder / "fire"
     tally: Counter[str] = Counter()
     last_begun = -1

@@ -48,7 +48,7 @@ def test_exposed_communication_is_what_training_waits_for(ranks: Ranks, mode: st
 
 
 def test_the_share_is_of_the_time_in_batches(ranks: Ranks) -> None:
-    """What a batch computes belongs to it, what happens between two batches does not."""
+    """A batch's own computation counts as its time, the time between two batches does not."""
     for lines, seconds in ranks.run(monitored_with_delays, {}, module=Sleeps):
         batches_ms = [values["exposed_ms"] / values["exposed_share"] for _, values in lines]
         for (_, values), batch_ms in zip(lines, batches_ms, strict=True):
@@ -83,7 +83,7 @@ class Sleeps(Net):
 def monitored_with_delays(
     strategy_options: dict[str, Any], module: Callable[[], pl.LightningModule] = Net, **options: Any
 ) -> tuple[Lines, float]:
-    """What was logged, and the seconds that the fit took."""
+    """The logged values, and the seconds of the fit."""
 
     def collectives(device: torch.device, agreed: bool) -> DelayingCollectives:
         return DelayingGathers(private_group(None, device), DELAY_S)
@@ -109,7 +109,7 @@ class CountingClock:
 
 
 def test_a_collective_is_charged_by_the_buckets_of_its_time() -> None:
-    """Of three buckets there are two when the step is logged."""
+    """Two of three buckets have ended when the step is logged."""
     numels = [128, 256, 640]
     record = _Record(CountingClock(), lambda kind, bucket: numels[bucket])  # type: ignore[arg-type]
     for bucket in range(3):

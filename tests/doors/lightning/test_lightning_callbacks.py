@@ -259,7 +259,7 @@ def with_size(name: str, strategy_options: dict[str, Any], size: int) -> Found:
 def test_the_batch_size_finder_recovers_from_an_error_in_the_middle_of_backward(
     ranks: Ranks, tmp_path: Path, mode: str
 ) -> None:
-    """What comes after is a fit with the size found."""
+    """The next fit has the size that was found."""
     theirs = ranks.run(with_size, "ddp", {}, 4)
     ours = ranks.run(finding_a_size, "megatron_ddp", MODES[mode], str(tmp_path))
     for mine, other in zip(ours, theirs, strict=True):

@@ -33,7 +33,7 @@ def fit_kind(name: str, kind: type[AwkwardModule], **options: Any) -> Fit:
 
 
 class ClipsByHand(Clipped):
-    """What users write who know torch: right under "ddp", and nothing under reduce-scatter."""
+    """Clips as in plain torch: right under "ddp", and without effect under reduce-scatter."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)

@@ -30,7 +30,7 @@ PATIENCE_S = 2
 
 
 def first_sample(rank: int, batch: int = BATCH) -> int:
-    """Of a rank's batch, as Lightning shuffles and divides the samples."""
+    """The first sample of a rank's batch, as Lightning shuffles and divides the samples."""
     sampler = DistributedSampler(loader().dataset, 2, rank, shuffle=True, seed=0)  # type: ignore[arg-type]
     return list(sampler)[batch * BATCH_SIZE]
 
@@ -39,11 +39,11 @@ IN_THE_SAME_BATCH = [first_sample(rank) for rank in range(2)]
 
 
 class BrokenSampleError(Exception):
-    """What the tests raise."""
+    """Raised by the tests."""
 
 
 class Broken(Dataset[Any]):
-    """Samples of which some cannot be read."""
+    """Samples; some cannot be read."""
 
     def __init__(self, broken: Sequence[int]) -> None:
         self.samples = loader().dataset
@@ -78,7 +78,7 @@ def fit_broken(data: Dataset[Any], callbacks: tuple[pl.Callback, ...] = ()) -> N
 
 
 def fit_after_broken(data: Dataset[Any]) -> str:
-    """What a notebook does: the exception is looked at, and the next fit begun. Which one it was."""
+    """As in a notebook: the exception is read, and the next fit begins. Returns the exception."""
     MegatronDDPStrategy.patience = timedelta(seconds=PATIENCE_S)
     with pytest.raises(BrokenSampleError) as raised:
         fit_broken(data)
@@ -106,7 +106,7 @@ def test_a_sample_that_one_rank_cannot_read_ends_all(ranks: Ranks, rank: int) ->
 
 
 def test_a_rank_that_goes_on_alone_is_stopped_before_it_meets_the_others_collectives(ranks: Ranks) -> None:
-    """Rank 1 meets its broken sample a batch before rank 0 meets its own, and begins the next fit, while rank 0 waits
+    """Rank 1 reads its broken sample a batch before rank 0 reads its own. It begins the next fit, while rank 0 waits
     for it in the first. Both would wait for each other, in vain, for the process group's half hour."""
     broken = Broken([first_sample(0, BATCH + 1), first_sample(1, BATCH)])
     waiting, alone = ranks.outcomes(fit_after_broken, broken)

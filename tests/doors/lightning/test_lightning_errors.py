@@ -1,4 +1,4 @@
-"""What cannot work says so: which option, which parameter, what to do; and no rank is left waiting for another."""
+"""Errors name the option, the parameter and what to do, and no rank is left waiting for another."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def fit_stranger(name: str, gets_gradients: bool, **options: Any) -> tuple[Fit, 
 def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(
     ranks: Ranks, sharded: bool, gets_gradients: bool
 ) -> None:
-    """Nobody reduces its gradient, and a warning says so."""
+    """Its gradient is not reduced, and a warning says so."""
     options = {"strategy_options": {"use_distributed_optimizer": sharded}}
     ours = ranks.run(fit_stranger, "megatron_ddp", gets_gradients, **options)
     theirs = ranks.run(fit_stranger, "ddp", gets_gradients)

@@ -71,7 +71,7 @@ class RaisesInValidation(AwkwardModule):
 def test_a_checkpoint_on_exception_in_validation_is_whole_when_one_rank_alone_raises(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """ModelCheckpoint first asks for all metrics, of which the ranks have different ones left to reduce."""
+    """ModelCheckpoint first asks for all metrics, and the ranks have different ones left to reduce."""
     first, second = ranks.run(fit_saving_in_validation, tmp_path / "run")
     assert second == "rank 1"
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
@@ -255,7 +255,7 @@ def fit_again_after_exception(place: str, sharded: bool) -> str:
 
 
 class RaisesAhead(pl.Callback):
-    """On all ranks, of which one has begun a collective that the others have not."""
+    """On all ranks; one has begun a collective that the others have not."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == BATCH:

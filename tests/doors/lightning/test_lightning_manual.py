@@ -247,7 +247,7 @@ def test_a_backward_that_one_rank_skips_ends_all_with_the_reason(ranks: Ranks, s
     outcomes = ranks.outcomes(fit_manual, "megatron_ddp", SkipsABackward, options)
     for outcome in outcomes:
         assert_failed(outcome, kind="CollectiveError", within_s=30)
-    assert any("the ranks wait for each other" in outcome.message for outcome in outcomes), "whoever sees it first"
+    assert any("the ranks wait for each other" in outcome.message for outcome in outcomes), "the first to see it"
 
 
 def fit_manual(name: str, kind: type[Manual], options: dict[str, Any] | None = None) -> Fit:

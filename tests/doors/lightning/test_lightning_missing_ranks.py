@@ -1,4 +1,4 @@
-"""A rank that leaves out a batch or a collective: all notice, and nobody waits for the process group's timeout."""
+"""A rank that leaves out a batch or a collective: all notice, and none waits for the process group's timeout."""
 
 from __future__ import annotations
 

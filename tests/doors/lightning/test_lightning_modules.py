@@ -103,7 +103,7 @@ def assigning(name: str, strategy_options: dict[str, Any]) -> tuple[dict[str, Te
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_replaced_in_mid_fit_are_refused_by_name(ranks: Ranks, mode: str) -> None:
-    """The optimizer has the old ones: under "ddp" nothing is trained from then on, and nobody says so."""
+    """The optimizer has the old ones: under "ddp" nothing is trained from then on, without a message."""
     for loaded, result in ranks.run(assigning, "ddp", {}):
         assert_same_tensors(result.weights, loaded)
     for outcome in ranks.outcomes(assigning, "megatron_ddp", MODES[mode]):
@@ -131,7 +131,7 @@ def replacing(name: str, strategy_options: dict[str, Any]) -> tuple[Tensor, Fit]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_submodule_replaced_in_mid_fit_is_refused_by_name(ranks: Ranks, mode: str) -> None:
-    """The old one's parameters are as they were, and nobody uses them."""
+    """The old one's parameters are unchanged and unused."""
     for weight, result in ranks.run(replacing, "ddp", {}):
         assert torch.equal(result.weights["net.block.0.weight"], weight)
     for outcome in ranks.outcomes(replacing, "megatron_ddp", MODES[mode]):

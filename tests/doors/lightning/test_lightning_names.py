@@ -22,7 +22,7 @@ from ..python_processes import run_python
 
 @pytest.mark.parametrize(("name", "start_method"), START_METHODS.items())
 def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
-    """What the name stands for, and that its processes are started as those of ddp's name are."""
+    """The strategy of the name; its processes are started like those of ddp's name."""
     ddps_name = name.replace("megatron_ddp", "ddp").replace("_all_reduce", "")
     trainer, theirs = (
         pl.Trainer(strategy=text, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)

@@ -54,7 +54,7 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
     ],
 )
 def test_torch_ddps_arguments_are_accepted(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Whoever writes ``MegatronDDPStrategy`` for ``DDPStrategy`` keeps the arguments; megabytes are those of fp32."""
+    """``MegatronDDPStrategy`` in place of ``DDPStrategy`` keeps the arguments; megabytes are those of fp32."""
     DDPStrategy(**arguments)
     assert MegatronDDPStrategy(**arguments).config == DistributedDataParallelConfig(**expected)
 

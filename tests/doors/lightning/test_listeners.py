@@ -17,7 +17,7 @@ from ..rank_processes import Ranks
 
 
 class SeesListeners(pl.Callback):
-    """What the engine calls with its events, in a fit."""
+    """The listeners that the engine calls with its events, in a fit."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

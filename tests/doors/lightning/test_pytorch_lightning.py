@@ -1,6 +1,6 @@
 """``pytorch_lightning`` beside ``lightning.pytorch``: the same fits, in either, in both, and from one to the other.
 
-The jobs import ``pytorch_lightning`` themselves: nobody else should pay for a second Lightning.
+The jobs import ``pytorch_lightning`` themselves: other jobs should not pay for a second Lightning.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Run:
 
 @dataclasses.dataclass
 class Result:
-    """What it left: the weights, all losses, what was logged last; and which classes took part."""
+    """The results: the weights, all losses, the last logged values; and the classes that took part."""
 
     weights: dict[str, Tensor]
     losses: list[float]
@@ -163,7 +163,7 @@ def test_a_fit_equals_ddp_to_the_bit(ranks: Ranks, under_ddp: list[Result], stra
 
 
 def test_accumulated_and_clipped_it_equals_ddp_too(ranks: Ranks) -> None:
-    """What goes through the package's own loops and precision plugin."""
+    """The parts that use the package's own loops and precision plugin."""
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
     run = Run("pytorch_lightning", "ddp", options=options)
     unclipped = dataclasses.replace(run, options={"accumulate_grad_batches": 3})

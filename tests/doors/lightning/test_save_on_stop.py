@@ -26,7 +26,7 @@ from ..resumed_fits import Regression, Trained
 
 @dataclasses.dataclass
 class Stopped:
-    """What one rank trained.
+    """The training of one rank.
 
     Attributes:
         ended_by: the kind of the exception, if one ended it.

@@ -343,7 +343,7 @@ def fit_and_save_kind(path: Path, kind: str) -> None:
 
 
 def test_an_asynchronous_save_after_the_fit_is_there_when_it_returns(ranks: Ranks, tmp_path: Path) -> None:
-    """Nobody would wait for it, nor hear of its error."""
+    """No later call would wait for it, or raise its error."""
     assert ranks.run(save_after_fit, tmp_path / "last.ckpt") == [True, True]
 
 

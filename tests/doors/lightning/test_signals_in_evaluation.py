@@ -1,6 +1,6 @@
 """Signals that find ranks in evaluation, where nothing makes them compare notes batch by batch.
 
-Batches take 0.1 s there and are a hundred, so whoever waits for the end takes ten seconds.
+A hundred batches take 0.1 s each, so a rank that waits for the end takes ten seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Slow(pl.LightningModule):
 
     Args:
         stage: one of ``STAGES``; none of them: no signal.
-        rank: who gets the signal; nobody if there is no such rank.
+        rank: the rank that gets the signal, if it exists.
         directory: where every rank that gets it writes down when.
         fast: a rank that needs no time for a batch of evaluation; it is done long before the others.
         at_the_end: what ranks do together when a validation ends.
@@ -166,7 +166,7 @@ def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path
 def test_a_rank_that_waits_at_the_end_of_a_validation_ends_too(
     ranks: Ranks, tmp_path: Path, rank: int, at_the_end: str
 ) -> None:
-    """It waits in a reduction of the Trainer's, in one that nobody watches, or before its next batch."""
+    """It waits in a reduction of the Trainer's, in one without a watchdog, or before its next batch."""
     options: dict[str, Any] = {"fast": 1 - rank, "at_the_end": at_the_end, "timeout_s": 40}
     outcomes = ranks.outcomes(run, "validation", rank, tmp_path, **options)
     if at_the_end == "all_reduce" and rank == 0:
@@ -185,7 +185,7 @@ NUM_EVALUATED = 40
 def fit_in_a_job(
     directory: Path, job: dict[str, str], stage: str, rank: int | None = None, fast: int | None = None
 ) -> tuple[list[tuple[int, int]], int]:
-    """Where it saved (steps, batches of the validation), and the steps when it ended."""
+    """The position of the save (steps, batches of the validation), and the steps at the end."""
     local_rank = os.environ["LOCAL_RANK"]
     with mock.patch.dict(os.environ, {**job, "SLURM_PROCID": local_rank, "SLURM_LOCALID": local_rank}):
         model = Slow(stage, rank, directory, signal.SIGUSR1, fast)
@@ -301,7 +301,7 @@ for batch in range(100):
 @pytest.mark.parametrize("module", ["accelerate", "megastrategy.accelerate"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_sigterm_ends_an_accelerate_loop_at_once(tmp_path: Path, size: int, module: str) -> None:
-    """Nobody handles it there: a process that gets it ends, with accelerate's own class as with ours."""
+    """It has no handler there: a process that gets it ends, with accelerate's own class as with ours."""
     (tmp_path / "loop.py").write_text(LOOP)
     assert_died_of_sigterm_at_once(run_script(tmp_path / "loop.py", module, cwd=tmp_path, ranks=size), size)
 

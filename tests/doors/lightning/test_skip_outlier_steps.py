@@ -60,7 +60,7 @@ class Watches(pl.Callback):
 
 @dataclasses.dataclass
 class Skipping:
-    """What one rank trained.
+    """The training of one rank.
 
     Attributes:
         skipped: the steps that left the weights alone, from 0.
@@ -115,7 +115,7 @@ def outliers(norms: list[float], sigmas: float, window: int) -> list[int]:
 
 
 def on_both(ranks: Ranks, factors: dict[int, float], **options: Any) -> list[Skipping]:
-    """What our ranks trained: alike, and as under "ddp"."""
+    """The training of our ranks: alike, and as under "ddp"."""
     ddp = ranks.run(fit_skipping, "ddp", factors, max_epochs=3, **options)
     ours = ranks.run(fit_skipping, "megatron_ddp", factors, max_epochs=3, **options)
     for one, expected in zip(ours, ddp, strict=True):

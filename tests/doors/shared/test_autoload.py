@@ -167,7 +167,7 @@ def import_it() -> ModuleType:
 def test_a_registry_of_another_shape_is_logged_and_left_alone(
     write: Callable[[str], None], caplog: pytest.LogCaptureFixture, source: str, reason: str, when: str
 ) -> None:
-    """Whether it is imported before the names are registered or after. (Here megastrategy is imported: it is told.)"""
+    """Whether it is imported before the names are registered or after. (Here megastrategy is imported, and sees it.)"""
     write(source)
     with caplog.at_level(logging.DEBUG, "megastrategy_autoload"):
         assert import_it().marker == 1
@@ -195,7 +195,7 @@ def test_who_only_has_it_installed_is_not_told(
 def test_nothing_comes_out_of_the_entry_point(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it raises would be an error of ``import torch``."""
+    """Its exception would be an error of ``import torch``."""
     monkeypatch.setattr(sys, "meta_path", ())  # nothing can be inserted
     with caplog.at_level(logging.DEBUG, "megastrategy_autoload"):
         megastrategy_autoload.register_strategy_names()

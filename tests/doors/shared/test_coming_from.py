@@ -26,7 +26,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[tuple[str, str]]:
-    """Of the table whose first column has this heading."""
+    """The rows of the table whose first column has this heading."""
     table = TEXT.split(f"| {heading} | here |\n|---|---|\n")[1].split("\n\n")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert all(len(row) == 2 for row in cells), cells

@@ -1,4 +1,4 @@
-"""What "ddp" lets people copy and pickle, in a fit and after it: Trainers, callbacks, optimizers, schedulers."""
+"""Copies and pickles of objects, as under "ddp", in a fit and after it: Trainers, callbacks, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def save_the_trainer_in_a_fit(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["ddp", "megatron_ddp"])
 def test_a_trainer_is_saved_in_the_midst_of_training_on_one_rank(one_rank: Ranks, name: str) -> None:
-    """On several ranks "ddp" holds what nobody can pickle."""
+    """On several ranks "ddp" has objects that cannot be pickled."""
     assert one_rank.run(save_the_trainer_in_a_fit, name) == [["Precision"] * 4]
 
 
@@ -80,7 +80,7 @@ class HoldsTrainer(pl.Callback):
 
 
 def copy_after_a_fit(name: str, devices: int, precision: str, **options: Any) -> list[str]:
-    """What happened to the copies of the optimizer, one for each way."""
+    """The results of the copies of the optimizer, one for each way."""
     model = BoringModel()
     callbacks = [CopiesCallbacks(), *([CommunicationMonitor()] if name != "ddp" else [])]
     trainer = make_trainer(

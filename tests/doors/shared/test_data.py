@@ -39,7 +39,7 @@ def loader(sampler: ResumableSampler, batch_size: int, **options: Any) -> DataLo
 
 
 def steps(ranks: Sequence[ResumableSampler], batch_size: int, **options: Any) -> Iterator[list[int]]:
-    """What all ranks together train in each step."""
+    """The samples that all ranks together train in each step."""
     passes = [sampler.batches(loader(sampler, batch_size, **options)) for sampler in ranks]
     for batches in zip(*passes, strict=True):  # strict: ranks have equally many batches
         yield [index for batch in batches for index in batch.tolist()]

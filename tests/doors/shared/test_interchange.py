@@ -144,7 +144,7 @@ def worlds(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture(scope="module")
 def files(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> dict[World, Path]:
-    """What each world writes after the same number of batches."""
+    """The files of each world after the same number of batches."""
     folder = tmp_path_factory.mktemp("written")
     paths = {world: folder / f"{world}.ckpt" for world in WORLDS}
     for world, path in paths.items():

@@ -46,7 +46,7 @@ class Net(nn.Sequential):
 
 
 def main_params_after_loading(folder: Path, order: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of rank 0, as they were saved and as they are after a load with the objects in ``order``."""
+    """Rank 0's main params, as they were saved and after a load with the objects in ``order``."""
     fabric = make_fabric("megatron_ddp", SHARDED)
     found = []
     for seed in (0, 1):

@@ -244,7 +244,7 @@ def test_accelerate_beside_another_accelerators_model(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
-    """Where models are not wrapped, and microbatches are ragged all the same."""
+    """Models are not wrapped, and microbatches are ragged all the same."""
     [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
     assert_close(weights, expected(1, ACCUMULATE, clip_norm=0.05), 1e-6)
 
@@ -320,7 +320,7 @@ def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, micro
 def test_transformers_averages_by_tokens_itself(
     worlds: Worlds, mode: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
-    """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: nobody calls us."""
+    """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: it does not call us."""
     [alone] = worlds.run(train_with_transformers, kind, {}, tmp_path, 6, size=1)
     for weights in worlds.run(train_with_transformers, kind, mode, tmp_path, 3):
         assert_close(weights, alone, 1e-6)

@@ -1,4 +1,4 @@
-"""One rank: how people debug, and what a job with one GPU is. There is nobody to exchange anything with."""
+"""One rank: debugging, and jobs with one GPU. There is no peer to exchange anything with."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Normed(pl.LightningModule):
 
 
 def collectives_of_a_fit(name: str, options: dict[str, Any]) -> dict[str, int]:
-    """Those of two epochs with clipping, validation and a sum over two batches."""
+    """The collectives of two epochs with clipping, validation and a sum over two batches."""
     module = Normed()
     trainer = make_trainer(make_strategy(name, **options), gradient_clip_val=0.5, accumulate_grad_batches=2)
     trainer.fit(module, loader(number_of_ranks()), loader(number_of_ranks()))

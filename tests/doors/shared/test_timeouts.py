@@ -18,19 +18,19 @@ from ..fits import loader
 from ..rank_processes import Ranks
 
 TIMEOUT = timedelta(seconds=51)
-"""That nobody has by default."""
+"""A timeout that no group has by default."""
 
 
 @pytest.fixture
 def fresh() -> Iterator[Ranks]:
-    """Processes whose default group is not there yet, since that one stays with the timeout of whoever made it."""
+    """Processes whose default group is not there yet, since that one keeps the timeout of its first user."""
     pool = Ranks()
     yield pool
     pool.close()
 
 
 def timeouts_s() -> list[float]:
-    """Of every group that this process is in, in seconds."""
+    """The timeout of every group that this process is in, in seconds."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 

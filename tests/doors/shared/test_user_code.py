@@ -1,4 +1,4 @@
-"""What user code does between wrap and close, row by row against "ddp", through Fabric, Accelerate and a Trainer."""
+"""User code between wrap and close, row by row against "ddp", through Fabric, Accelerate and a Trainer."""
 
 from __future__ import annotations
 

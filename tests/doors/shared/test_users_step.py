@@ -1,4 +1,4 @@
-"""What the user's optimizer class does in ``step`` and ``zero_grad`` happens as under "ddp", through each door."""
+"""The user's optimizer class runs its ``step`` and ``zero_grad`` as under "ddp", through each door."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def noting(calls: list[str]) -> type[torch.optim.SGD]:
-    """A class that notes whoever calls its methods."""
+    """A class that notes the callers of its methods."""
 
     class Noting(torch.optim.SGD):
         def step(self, *args: Any, **kwargs: Any) -> Any:

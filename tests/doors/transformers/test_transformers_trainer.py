@@ -211,7 +211,7 @@ def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, i
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step, averaged over the ranks."""
+    """The losses of every step, averaged over the ranks."""
     return [entry["loss"] for entry in run.logged if "loss" in entry]
 
 
