@@ -163,7 +163,7 @@ def attributes(mesh: DeviceMesh) -> list[float]:
 
 
 def attribute_of_class(mesh: DeviceMesh) -> tuple[list[float], str]:
-    """A shape that depends on uncompared values: an evaluation begins anew, training is refused, and goes on with the next batch."""
+    """A shape of an uncompared value: evaluation begins anew, training is refused and continues with the next batch."""
     both = crops(mesh)
     apart = [both.trained(), both.evaluated()]
     Crop.kept_by_class = 3

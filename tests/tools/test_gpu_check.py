@@ -142,8 +142,9 @@ def test_values_out_of_their_limits_fail(name: str, faults: Faults) -> None:
     ],
 )
 def test_an_engine_that_is_broken_fails(name: str, faults: Faults) -> None:
-    """A missing wait, a read of the device, work that grows with elements, an error without a reason, weights that a
-    rank without peers has not gathered."""
+    """Each fault fails its line: a missing wait, a read of the device, work that grows with elements.
+
+    Also an error without a reason, and weights that a rank without peers has not gathered."""
     assert any(line["verdict"] == "FAIL" for found, line in faults.lines.items() if re.fullmatch(name, found))
 
 
@@ -475,7 +476,7 @@ def test_the_page_has_every_section_by_its_own_words() -> None:
 
 
 def num_reports(events: Any) -> int:
-    """What the sanitizer finds while two threads work, each of which has one stream wait for its other."""
+    """The sanitizer's reports while two threads work; each makes one of its streams wait for its other."""
     reports: list[Any] = []
 
     def work(write_on: int) -> None:

@@ -47,7 +47,7 @@ def run(context: Context) -> None:
         with context.attempt(name):
             found = context.ranks(measure, width, depth, dtype, tuple(config.items()), place=place)
             first = found[0]
-            # A bucket more: pooled gradients and sums of 16-bit ones have staging of theirs.
+            # A bucket more: pooled gradients and sums of 16-bit ones have their own staging.
             limit = (first["bucket"] + first["slack"]) / MIB
             over = max(one["held"] - one["table"] for one in found) / MIB
             context.check(f"{name}.held-over-table", over, limit, unit="MiB")

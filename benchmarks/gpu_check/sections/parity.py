@@ -227,7 +227,7 @@ def run_several(context: Context) -> None:
 
 
 def _compare_on(context: Context, name: str, recipe: Recipe, place: Any) -> None:
-    # NCCL delivers on a stream of its own, which nobody else can hold up.
+    # NCCL delivers on its own stream, which no other code can hold up.
     skews = tuple(late for late in SKEWS if not (place.way == "backend" and late == "results"))
     if name == "instances" and place.size % 2:
         context.skip(name, f"{place.size} ranks are not two instances")

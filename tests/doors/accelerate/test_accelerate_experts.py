@@ -176,7 +176,7 @@ def train_on_parts(cp: int, plugin: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_parts_of_sequences_are_refused_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where accelerate itself has them only with FSDP2."""
+    """Accelerate itself has them only with FSDP2."""
     from accelerate.parallelism_config import ParallelismConfig
 
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
