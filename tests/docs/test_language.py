@@ -13,7 +13,7 @@ import pytest
 
 from . import PAGES, ROOT
 
-TOPS = ("megastrategy", "examples", "tests")
+TOPS = ("megastrategy", "benchmarks", "examples", "tests")
 SOURCES = sorted({path for top in TOPS for path in (ROOT / top).rglob("*.py")} - {Path(__file__).resolve()})
 """Without this file, which has the words that it looks for."""
 MOST_WORDS = 25

@@ -169,9 +169,10 @@ def wrap_graphed(rank: Rank) -> str:
 
 
 def graph_wrapped(rank: Rank) -> float:
-    """A layer whose calls are graphed after the first step of the wrapped model, on a stream of the loop's own, as the
-    refusal of a layer that was graphed before advises; the largest relative difference of weights to the same steps
-    without."""
+    """The largest relative difference of weights between steps with a graphed layer and steps without.
+
+    The layer's calls are graphed after the first step of the wrapped model, on the loop's own stream, as the refusal of
+    a layer that was graphed before advises."""
     ended = []
     for graphed in (False, True):
         torch.manual_seed(SEED)
