@@ -258,16 +258,17 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
     By the rings, which send the least possible: a reduce-scatter and an all-gather ``(d - 1) / d`` of the bucket's
     bytes each, an all-reduce the two of them (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
     of workstations", 2009). With instances of the optimizer the ranks of one reduce-scatter and gather, and each shard
-    is all-reduced over its owners; without shards those are all ranks. A bucket divides by the number of ranks. A
+    is all-reduced over its owners; without shards those are all ranks. Of experts d is the number of ranks that have
+    the same ones. A bucket divides by the number of ranks. A
     backend that takes a tree where it is faster sends about as much on average over the ranks.
     """
     place = layout.buckets[bucket]
-    buffer = layout.buffers[place.buffer]
-    shard_numel = place.numel // layout.num_shards
+    buffer, domain = layout.buffers[place.buffer], place.domain
+    sent_numel = place.shard_numel * (domain.num_shards - 1)
     if kind is not EventKind.REDUCE_START:
-        return buffer.sent_weight_nbytes(shard_numel * (layout.num_shards - 1))
-    scattered = buffer.sent_grad_nbytes(shard_numel * (layout.num_shards - 1))
-    all_reduced = 2 * (shard_numel // layout.num_instances) * (layout.num_instances - 1) * buffer.sum_dtype.itemsize
+        return buffer.sent_weight_nbytes(sent_numel)
+    scattered, instances = buffer.sent_grad_nbytes(sent_numel), domain.num_instances
+    all_reduced = 2 * (place.shard_numel // instances) * (instances - 1) * buffer.sum_dtype.itemsize
     return scattered + all_reduced
 
 

@@ -34,9 +34,11 @@ from .events import Event, EventKind, combine_listeners
 from .layout import (
     Bucket,
     BufferLayout,
+    Domain,
     ParamSpec,
     better_layout_order,
     build_layout,
+    domain_of_all,
     memory_use,
 )
 from .module import (
@@ -82,6 +84,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "Domain",
     "Engine",
     "Event",
     "EventKind",
@@ -110,6 +113,7 @@ __all__ = [
     "describe_missing_file",
     "describe_translation",
     "describe_unreduced",
+    "domain_of_all",
     "dtensors_of",
     "extra_name",
     "field_names",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core import DistributedDataParallel, DistributedDataParallelConfig, ParamSpec
+from .planned_layout import expert_domain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class RecordedModel:
                 "dtype": str(spec.dtype).removeprefix("torch."),
                 "grad_dtype": str(spec.grad_dtype).removeprefix("torch."),
                 "room": spec.reserved_numel,
+                "expert_ranks": 1 if spec.domain is None else len(spec.domain.groups),
             }
             for spec in self.params
         ]
@@ -73,6 +75,7 @@ class RecordedModel:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> RecordedModel:
         """Reads what :meth:`to_json` wrote. Weights that were one chunk of memory are no longer."""
+        config, dp_size = DistributedDataParallelConfig(**content["config"]), content["dp_size"]
         params = [
             ParamSpec(
                 spec["name"],
@@ -81,12 +84,13 @@ class RecordedModel:
                 getattr(torch, spec["dtype"]),
                 getattr(torch, spec["grad_dtype"]),
                 reserved_numel=spec.get("room", 0),  # files of before 2026-11-25 have none
+                domain=expert_domain(config, dp_size, ranks) if (ranks := spec.get("expert_ranks", 1)) > 1 else None,
             )
             for spec in content["params"]
         ]
         own = {
             "params": params,
-            "config": DistributedDataParallelConfig(**content["config"]),
+            "config": config,
             "cpu_ns": [tuple(times) for times in content["cpu_ns"]],
             "ready": [tuple(times) for times in content["ready"]],
         }

@@ -43,6 +43,24 @@ class Domain:
         """
         return self.size * len(self.groups) / self.num_instances
 
+    def divided(self, groups: tuple[tuple[int, ...], ...]) -> Domain:
+        """Returns the domain of parameters that are divided over the data-parallel ranks of this one.
+
+        Raises:
+            ValueError: if instances of the optimizer have different numbers of ranks of a group.
+        """
+        if self.num_shards == 1:
+            return Domain(groups, 1)
+        num_shards, rest = divmod(self.num_shards, len(groups))
+        instances = [[rank // self.num_shards for rank in group] for group in groups]
+        if rest or any(held.count(number) != num_shards for held in instances for number in held):
+            raise ValueError(
+                f"num_distributed_optimizer_instances={self.num_instances}: an instance has {self.num_shards} ranks in "
+                f"a row, and a multiple of the {len(groups)} ranks that experts are divided over is expected, "
+                "neighbours in expert_mesh"
+            )
+        return Domain(groups, num_shards)
+
     def ranks_with(self, dp_rank: int) -> tuple[int, ...]:
         """Returns the ranks of the group that ``dp_rank`` is in."""
         if len(self.groups) == 1:

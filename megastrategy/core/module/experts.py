@@ -64,7 +64,7 @@ class ExpertGroup(PartsGroup):
         rows = [[numbers[rank] for rank in ranks] for ranks in mesh.mesh.tolist()]
         self._saving = next(row for row in rows if 0 in row)  # rank 0 gets the parts of its own expert group
         every = domain_of_all(config, len(dp_ranks))
-        self._domain, self._is_sharded = _divided(every, groups), every.num_shards > 1
+        self._domain, self._is_sharded = every.divided(groups), every.num_shards > 1
 
     def domain_of(self, param: Tensor) -> Domain | None:
         return self._domain if self.parts.is_cut(param) else None
@@ -98,22 +98,3 @@ class ExpertGroup(PartsGroup):
     def replica_name(self, name: str, param: Tensor) -> str:
         """Returns the name under which ranks compare their values: expert ranks have different ones."""
         return f"{name}, part {self._mesh.get_local_rank()}" if self.parts.is_cut(param) else name
-
-
-def _divided(every: Domain, groups: tuple[tuple[int, ...], ...]) -> Domain:
-    """Returns the domain of experts beside ``every``, of all data-parallel ranks.
-
-    Raises:
-        ValueError: if the instances of the optimizer have different numbers of ranks of a group.
-    """
-    if every.num_shards == 1:
-        return Domain(groups, 1)
-    num_shards, rest = divmod(every.num_shards, len(groups))
-    instances = [[rank // every.num_shards for rank in group] for group in groups]
-    if rest or any(held.count(number) != num_shards for held in instances for number in held):
-        raise ValueError(
-            f"num_distributed_optimizer_instances={every.num_instances}: an instance has {every.num_shards} ranks in "
-            f"a row, and a multiple of the {len(groups)} ranks that experts are divided over is expected, neighbours "
-            "in expert_mesh"
-        )
-    return Domain(groups, num_shards)

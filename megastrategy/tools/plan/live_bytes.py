@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Excludes these tensors: they are state, which is counted elsewhere."""
         for tensor in tensors:
-            number = self._number_of.get(tensor.untyped_storage()._cdata)
+            number = self._number_of.get(local_tensor(tensor).untyped_storage()._cdata)
             if number is not None:
                 self._kept.add(number)
 
@@ -192,6 +192,11 @@ class LiveBytes(TorchDispatchMode):
         return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(
             flat, shape.storage_offset(), shape.shape, shape.stride()
         )
+
+
+def local_tensor(tensor: Any) -> Any:
+    """Returns this rank's part of a DTensor, which has no memory of its own; any other object as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

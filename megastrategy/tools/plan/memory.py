@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from ...core import BufferLayout, DistributedDataParallelConfig, build_layout, memory_use
+from ...core import BufferLayout, DistributedDataParallelConfig, memory_use
+from ..planned_layout import planned_layout
 from .one_step import MeasuredStep, ModelPlan
 
 Verdict = Literal["fits", "close", "does not"]
@@ -161,7 +162,7 @@ def _laid_out(
         is_short = dtype in (torch.bfloat16, torch.float16)
         grad_dtype = torch.float32 if is_short and config.grad_reduce_in_fp32 else dtype
         specs[number] = dataclasses.replace(spec, dtype=dtype, grad_dtype=grad_dtype)
-    return build_layout(specs, config, dp_size)
+    return planned_layout(specs, config, dp_size)
 
 
 def _states(model: ModelPlan, layout: BufferLayout) -> dict[str, int]:

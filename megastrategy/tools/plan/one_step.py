@@ -36,7 +36,7 @@ from ...core import (
 )
 from ..profiling import run_target
 from ..timeline import BEGINS_STEP, completes_step
-from .live_bytes import LiveBytes
+from .live_bytes import LiveBytes, local_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +291,7 @@ class OneStep:
         model, layout = self._models[number], self._layouts[number]
         engine = model.engine
         module = engine.module
-        frozen = {id(p): p.nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
+        frozen = {id(p): local_tensor(p).nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
         buffers = {id(b): b.nbytes for b in module.buffers()}
         kept = self._num_kept(engine)
         return ModelPlan(
@@ -350,15 +350,20 @@ class OneStep:
 
         An optimizer has no state where the step has reached none of this rank's shards.
         """
-        states = [(tensor, values) for each in self._optimizers.values() for tensor, values in each.state.items()]
+        states = [
+            (local_tensor(tensor), values)
+            for each in self._optimizers.values()
+            for tensor, values in each.state.items()
+        ]
         # Neighbours are stepped as one tensor, which their mains are views of.
         spans = sorted(
             (t.data_ptr(), t.data_ptr() + t.nbytes) for t, values in states if isinstance(t, Tensor) and values
         )
         made: dict[int, int] = {}
         for index, tensor in (dict(enumerate(model.engine.params)) | _mains(model.engine)).items():
-            place = bisect.bisect_right(spans, tensor.data_ptr(), key=lambda span: span[0]) - 1
-            if place >= 0 and tensor.data_ptr() < spans[place][1]:
+            address = local_tensor(tensor).data_ptr()
+            place = bisect.bisect_right(spans, address, key=lambda span: span[0]) - 1
+            if place >= 0 and address < spans[place][1]:
                 made[index] = plan.num_kept.get(index, 0)
         return memory_use(model.engine.layout, 0, made, plan.rank_of).state_bytes
 
@@ -366,7 +371,8 @@ class OneStep:
 def _covered_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory of the tensors' storages, overlaps counted once."""
     total = reached = 0
-    for start, nbytes in sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}):
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    for start, nbytes in sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages}):
         total += max(0, start + nbytes - max(start, reached))
         reached = max(reached, start + nbytes)
     return total

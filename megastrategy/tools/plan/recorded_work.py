@@ -248,7 +248,7 @@ def _step_costs(
 ) -> tuple[float, float]:
     """Milliseconds of the optimizer for a bucket, and for an element that this rank steps."""
     layout = work.layout(recorded.config, recorded.dp_size)
-    own_numel = {bucket.index: bucket.numel / layout.num_shards for bucket in layout.buckets}
+    own_numel = {bucket.index: bucket.shard_numel for bucket in layout.buckets}
     place = 0 if recorded.device_type == "cpu" else None
     points: list[tuple[float, float]] = []
     totals = []
@@ -306,7 +306,8 @@ def _sent_bytes(work: Work, recorded: RecordedModel) -> dict[tuple[EventKind, in
         sent[EventKind.REDUCE_START, bucket.index] = sum(phase.nbytes for piece in pieces for phase in piece)
         if layout.num_shards > 1:
             sent[EventKind.GATHER_START, bucket.index] = sum(phase.nbytes for phase in schedule.gather(bucket))
-    return sent
+    # Ranks without copies of their experts send nothing of them, and a link is not to be fitted to that.
+    return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
 def _link(models: Sequence[ModelEvents], sent: Mapping[tuple[EventKind, int], float]) -> Link | None:

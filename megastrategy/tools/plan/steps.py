@@ -17,8 +17,8 @@ from ...core import (
     DistributedDataParallelConfig,
     ParamSpec,
     better_layout_order,
-    build_layout,
 )
+from ..planned_layout import planned_layout
 from .simulator import Compute, Launch, Link, Operation, Phase, Processor, SimulatedStep, Wait, simulate
 
 _FEW_RANKS = 4
@@ -58,13 +58,13 @@ class Work:
         Raises:
             ValueError: if the options contradict the number of ranks.
         """
-        layout = build_layout(self.params, config, dp_size)
+        layout = planned_layout(self.params, config, dp_size)
         # One rank sends nothing, and one bucket has no order.
         if not config.overlap_grad_reduce or dp_size == 1 or len(layout.buckets) == 1:
             return layout
         arrived = sorted(self.ready, key=lambda index: self.ready[index])
         order = better_layout_order(layout, config, arrived, [True] * len(self.params))
-        return layout if order is None else build_layout(self.params, config, dp_size, order)
+        return layout if order is None else planned_layout(self.params, config, dp_size, order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Schedule:
         waits = []
         # The next forward needs the last buckets first.
         for bucket in reversed(self.layout.buckets):
-            yield Compute(work.step_ms_per_bucket + bucket.numel / shards * work.step_ms_per_numel)
+            yield Compute(work.step_ms_per_bucket + bucket.shard_numel * work.step_ms_per_numel)
             if shards > 1 and self.config.overlap_param_gather:
                 yield Launch(("gather", bucket.index), self.gather(bucket))
             waits.append(("gather", bucket.index))
@@ -177,7 +177,7 @@ class Schedule:
     def reduction(self, bucket: Bucket) -> list[tuple[Phase, ...]]:
         """The phases of each piece of a bucket's reduction."""
         layout, buffer = self.layout, self.layout.buffers[bucket.buffer]
-        ranks, shards, instances = layout.dp_size, layout.num_shards, layout.num_instances
+        ranks, shards, instances = bucket.domain.size, bucket.domain.num_shards, bucket.domain.num_instances
         if ranks == 1:
             return [()]
         outer = self.network.between_instances or self.network.link
@@ -196,7 +196,7 @@ class Schedule:
 
     def gather(self, bucket: Bucket) -> tuple[Phase, ...]:
         nbytes = self.layout.buffers[bucket.buffer].sent_weight_nbytes(bucket.numel)
-        return (_ring(self.network.link, self.layout.num_shards, 1, nbytes),)
+        return (_ring(self.network.link, bucket.domain.num_shards, 1, nbytes),)
 
     def _agreement(self) -> tuple[Phase, ...]:
         """A byte a parameter: the hops take the time."""

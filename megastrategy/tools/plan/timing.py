@@ -181,4 +181,6 @@ def time_json(training: Training, predictions: Sequence[Prediction]) -> dict[str
 def _alone_ms(training: Training) -> float:
     """The length of a step on one rank, which sends nothing. Instances divide no rank."""
     config = dataclasses.replace(training.config, num_distributed_optimizer_instances=1)
-    return simulate_step(training.work, config, 1, training.network, training.processor).step_ms
+    params = tuple(dataclasses.replace(spec, domain=None) for spec in training.work.params)
+    work = dataclasses.replace(training.work, params=params)
+    return simulate_step(work, config, 1, training.network, training.processor).step_ms

@@ -1,0 +1,141 @@
+"""Plans of training whose experts are divided over data-parallel ranks: bytes and communication of real runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy._lightning.communication_monitor import _sent_bytes
+from megastrategy.core import EventKind, ParamSpec
+from megastrategy.tools.plan.live_bytes import local_tensor
+from megastrategy.tools.plan.memory import rank_memory
+from megastrategy.tools.plan.one_step import MeasuredStep, _held
+from megastrategy.tools.plan.simulator import Link, Processor
+from megastrategy.tools.plan.steps import Network, Schedule, Work
+from megastrategy.tools.plan.timing import Training, predict
+from megastrategy.tools.planned_layout import expert_domain, planned_layout
+from megastrategy.tools.recorded import RecordedModel
+from tests.core.properties.test_memory import bytes_of
+from tests.support.processes import run_processes
+from tests.support.scripts import run_script
+from tests.tools import planned_experts
+
+SCRIPT = Path(planned_experts.__file__)
+RUNS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "float32", {}),
+    (4, "float32", {}),
+    (2, "bfloat16", {}),
+    (4, "bfloat16", {"grad_buffer": "pooled"}),
+    (2, "bfloat16", {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
+    (2, "float32", {"use_distributed_optimizer": False}),
+    (2, "float32", {"num_distributed_optimizer_instances": 2}),
+    (2, "float32", {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+    (4, "float32", {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+]
+
+
+def real_bytes() -> list[tuple[int, int]]:
+    """This rank's bytes between steps, and those of gradients, of each run."""
+    found = []
+    for ep, dtype, options in RUNS:
+        model, optimizer = planned_experts.train(ep, getattr(torch, dtype), options, num_steps=1)
+        state = optimizer.optimizer.state
+        values = [value for values in state.values() for value in values.values()]
+        weights = [local_tensor(held) for held in (*model.module.parameters(), *_held(model.engine.param_buffers))]
+        grads = [local_tensor(held) for held in _held(model.engine.grad_buffers)]
+        held = [*grads, *weights, *map(local_tensor, (*state, *values))]
+        # The gradients' buffers refer to the parts of experts, too.
+        found.append((bytes_of(held), bytes_of([*weights, *grads]) - bytes_of(weights)))
+        model.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> list[tuple[int, int]]:
+    """Of rank 0 of four."""
+    found: list[tuple[int, int]] = run_processes(4, real_bytes)[0]
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda number: str(RUNS[number]))
+@pytest.mark.sample(5)
+def test_bytes_are_those_of_a_real_run_on_four_ranks(number: int, real: list[tuple[int, int]], tmp_path: Path) -> None:
+    ep, dtype, options = RUNS[number]
+    file = tmp_path / "step"
+    program = ("megastrategy.tools.plan.one_step", "4", str(file), "shapes")
+    done = run_script(SCRIPT, str(ep), dtype, json.dumps(options), cwd=tmp_path, ranks=1, before=program)
+    assert file.exists(), done.stderr
+    step = pickle.loads(file.read_bytes())
+    assert isinstance(step, MeasuredStep), step
+    memory = rank_memory(step)
+    assert (memory.fixed_bytes - memory.frozen_bytes, memory.grad_bytes) == real[number]
+
+
+# --- communication ---------------------------------------------------------------------------------------------------
+
+
+def specs_on(config: DistributedDataParallelConfig, dp_size: int, ep: int) -> list[ParamSpec]:
+    """A dense parameter, and a stack of experts that ``ep`` ranks divide."""
+    dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}
+    domain = expert_domain(config, dp_size, ep) if ep > 1 else None
+    return [
+        ParamSpec("dense", (4096,), (1,), **dtypes),
+        ParamSpec("experts", (32 * 1024 // ep,), (1,), domain=domain, **dtypes),
+    ]
+
+
+def work_of(specs: Sequence[ParamSpec]) -> Work:
+    return Work(tuple(specs), {0: 1.0, 1: 0.5}, 1, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_distributed_optimizer": False}, {"num_distributed_optimizer_instances": 2}, {"grad_wire_dtype": "bf16"}],
+    ids=str,
+)
+def test_the_plan_and_the_monitor_count_bytes_by_domain(ep: int, options: dict[str, Any]) -> None:
+    """Of each bucket; ``8 (edp - 1) / edp`` for an element of a rank's experts in fp32, however they are sharded."""
+    if options.get("num_distributed_optimizer_instances", 1) * ep > 8:
+        return
+    config = DistributedDataParallelConfig(bucket_size=1, **options)
+    layout = planned_layout(specs_on(config, 8, ep), config, 8)
+    schedule = Schedule(work_of(layout.params), layout, config, Network(Link(1.0)))
+    for bucket in layout.buckets:
+        reduced, gathered = (
+            _sent_bytes(layout, kind, bucket.index) for kind in (EventKind.REDUCE_START, EventKind.GATHER_START)
+        )
+        assert sum(phase.nbytes for phases in schedule.reduction(bucket) for phase in phases) == reduced
+        assert sum(phase.nbytes for phase in schedule.gather(bucket)) == gathered
+        if bucket.params == (1,):
+            edp = 8 // ep
+            element = 6 if options.get("grad_wire_dtype") else 8
+            assert reduced + gathered == element * (32 * 1024 // ep) * (edp - 1) // edp
+
+
+def test_experts_stay_divided_on_other_numbers_of_ranks() -> None:
+    config = DistributedDataParallelConfig(bucket_size=1)
+    specs = specs_on(config, 8, 4)
+    layout = planned_layout(specs, config, 16)
+    assert [(b.domain.size, b.domain.num_shards) for b in layout.buckets] == [(4, 4), (16, 16)]
+    with pytest.raises(ValueError, match=r"6 rank\(s\), and experts are divided over 4 .* a multiple of 4 is expected"):
+        planned_layout(specs, config, 6)
+    predictions = predict(Training(work_of(specs), config, Network(Link(1e6)), Processor(), "by hand"), [1, 6, 8, 16])
+    assert [each.step is None for each in predictions] == [True, True, False, False]
+    assert "a multiple of 4" in predictions[0].advice
+
+
+def test_a_recorded_model_is_read_with_its_domains() -> None:
+    config = DistributedDataParallelConfig(bucket_size=1, num_distributed_optimizer_instances=2)
+    recorded = RecordedModel(specs_on(config, 8, 4), config, 8, "cpu", "host", [0], 1)
+    read = RecordedModel.from_json(json.loads(json.dumps(recorded.to_json())))
+    assert read.params == recorded.params
+    assert read.params[1].domain is not None
+    assert read.params[1].domain.num_shards == 1
