@@ -352,7 +352,8 @@ class Engine:
             close_other_engines(joining)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
-            layout = agree_on_layout(layout, self.config, self.collectives)
+            sent = named_buffers(self.module, self._ignored) if not known else {}
+            layout = agree_on_layout(layout, self.config, self.collectives, sent)
             for group in self.model_parallel.groups:
                 group.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
         return layout, joining

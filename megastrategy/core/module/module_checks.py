@@ -165,20 +165,28 @@ def common_device(named: Mapping[str, Parameter]) -> torch.device:
 
 
 def agree_on_layout(
-    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives
+    layout: BufferLayout,
+    config: DistributedDataParallelConfig,
+    collectives: Collectives,
+    buffers: Mapping[str, Tensor],
 ) -> BufferLayout:
     """Returns the layout; one without chunks of weights if only some ranks have chunks. Collective.
 
+    ``buffers``: those of the module that are to become rank 0's.
+
     Raises:
-        LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
+        LayoutMismatchError: on all ranks, if their layouts, options or buffers differ otherwise.
     """
-    description = {**layout.describe(), "option (name, value)": option_rows(config)}
+    # A buffer with an entry for each expert of this rank has another size where ranks have other numbers of experts.
+    rows: list[list[object]] = [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in buffers.items()]
+    options = {"option (name, value)": option_rows(config), "buffer (name, shape, dtype)": rows}
+    description = {**layout.describe(), **options}
     if (descriptions := descriptions_if_different(description, collectives)) is None:
         return layout
     # Chunks depend on the addresses of weights: a rank that has loaded each into memory of its own has no chunks.
     if any(theirs[CHUNKS_HEADING] != description[CHUNKS_HEADING] for theirs in descriptions):
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
-        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
+        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives, buffers)
     raise first_difference_error(descriptions)
 
 

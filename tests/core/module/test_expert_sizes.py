@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core import build_layout
+from megastrategy.errors import LayoutMismatchError
 from tests.support.experts import (
     Case,
     Experts,
@@ -253,3 +254,22 @@ def test_a_router_whose_bias_follows_the_load_of_all_ranks_is_that_of_one_proces
     for found, bias in run_processes(RANKS, train_with_balanced_routers, case):
         torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
         assert torch.equal(bias, layer.bias)
+
+
+def wrap_local_buffers() -> str:
+    """The message for buffers with an entry for each of this rank's experts: 3 on one rank, and 2 on the other."""
+    module, mesh = make_module(Case(2, num_experts=5)), expert_mesh(2)
+    for layer in module.layers:
+        assert isinstance(layer, Experts)
+        layer.divide(mesh["ep"])
+    own = module.layers[1].up._local_tensor.shape[0]  # type: ignore[union-attr, operator]
+    module.layers[1].register_buffer("scales", torch.ones(own))
+    with pytest.raises(LayoutMismatchError) as raised:
+        DistributedDataParallel(module, expert_mesh=mesh)
+    return str(raised.value)
+
+
+def test_a_buffer_with_an_entry_for_each_uneven_local_expert_is_refused_by_name() -> None:
+    for message in run_processes(2, wrap_local_buffers):
+        assert "buffer (name, shape, dtype): rank 0 has ['layers.1.scales', [3], 'torch.float32']" in message
+        assert "rank 1 has ['layers.1.scales', [2], 'torch.float32']" in message
