@@ -27,6 +27,7 @@ from .._faults.process_collectives import (
 )
 from .._faults.recovery import StoreAllGather, report_failure
 from ..core import CollectiveError, Collectives, DistributedOptimizer, Engine
+from .meshes import ModelMesh
 
 _CALLS = {
     "setup": "sets its model up",
@@ -80,8 +81,8 @@ class CheckedCollectives:
             exchanges, so it is kept.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy  # a TrainerStrategy, whose module imports this one
+    def __init__(self, strategy: Any, mesh: ModelMesh) -> None:
+        self._strategy, self._mesh = strategy, mesh  # a TrainerStrategy, whose module imports this one
         self.engine: Engine | None = None
         self.call_check: CallCheck | None = None
         self.store_gather: StoreAllGather | None = None
@@ -165,7 +166,7 @@ class CheckedCollectives:
         other ranks have come to the same save.
         """
         strategy = self._strategy
-        if strategy._mesh.shares_model and self.is_interrupted:
+        if self._mesh.shares_model and self.is_interrupted:
             return "ranks share the model, and the parts of others are out of reach"
         if (gather := self.after_exception()) is None:
             return ""

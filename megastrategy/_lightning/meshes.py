@@ -110,12 +110,14 @@ class ModelMesh:
         ranks = torch.arange(world_size, device="cpu").view(pipeline, -1, context, tensor)
         ranks = ranks[list(self._stage_order or range(pipeline))]
         dims = {PIPELINE: pipeline, DATA: 0, CONTEXT: context, TENSOR: tensor}
-        ranks = ranks.squeeze([dim for dim, size in enumerate(dims.values()) if size == 1])
+        left_out = [dim for dim, size in enumerate(dims.values()) if size == 1]
         names = tuple(name for name, size in dims.items() if size != 1)
-        self.mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
+        self.mesh = DeviceMesh(device.type, ranks.squeeze(left_out), mesh_dim_names=names)
         if tensor * pipeline > 1:
-            data = self.mesh[DATA] if context == 1 else self.mesh[DATA, CONTEXT]._flatten()
-            self.data_group = data.get_group()
+            self.data_group = self.mesh.get_group(DATA)
+            if context > 1:
+                groups = ranks.permute(0, 3, 1, 2).reshape(pipeline * tensor, -1).tolist()
+                self.data_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,14 +271,14 @@ def is_on_meta(module: Module) -> bool:
 
 
 @contextmanager
-def leave_in_place(strategy: Any) -> Iterator[None]:
+def leave_in_place(strategy: Any, shares_model: bool) -> Iterator[None]:
     """Keeps a teardown from moving a module to the host that is on meta or has DTensors.
 
     On meta there is nothing to move, and torch refuses for DTensors that the graph of a failed step still refers to:
     such an error would hide the user's.
     """
     module = strategy._lightning_module
-    if module is not None and strategy._mesh.shares_model:
+    if module is not None and shares_model:
         is_cut = any(hasattr(param, "placements") for param in module.parameters())
         strategy._lightning_module = None if is_cut or is_on_meta(module) else module
     try:

@@ -160,7 +160,7 @@ class TrainerStrategy(_Base):
         self._engine: Engine | None = None  # of the last fit; closed after it
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
-        self._checked = CheckedCollectives(self)
+        self._checked = CheckedCollectives(self, self._mesh)
         self._signal_agreement: SignalAgreement | None = None
         self._full_averages: FullAverages | None = None
         self._data_place = DataPlace()
@@ -311,7 +311,7 @@ class TrainerStrategy(_Base):
         if isinstance(self.model, DistributedDataParallel):
             self.model.close(give_back="used")  # a Trainer's own need no state on every rank
             self.model = self.lightning_module
-        with leave_in_place(self):
+        with leave_in_place(self, self._mesh.shares_model):
             super().teardown()
         try:
             # raises if the save in the background failed, so it comes when the module is the user's again
