@@ -18,17 +18,17 @@ _BEGIN = """\
 # Options
 
 Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page is written from their docstrings
-(`python -m tests.docs.options`), and a test fails where it is not.
+(`python -m tests.docs.options`), and a test fails if it differs.
 
 | you train with | an option is |
 |---|---|
-| Lightning, Fabric | an argument of the strategy: `MegatronDDPStrategy(bucket_size=1_000_000)` |
+| Lightning, Fabric | an argument of the [strategy](../lightning.md#arguments-of-the-strategy): `bucket_size=10**6` |
 | Accelerate | a field of the plugin: `MegatronDDPPlugin(bucket_size=1_000_000)` |
 | `megastrategy launch` | a key under `megatron_ddp_config:`, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
 | a plain loop | a field of `DistributedDataParallelConfig(bucket_size=1_000_000)` |
 
-torch DDP's own names [are understood](../coming_from.md#from-torch-ddp) where there is something like them here. Any
-other name is refused, and so are options that contradict each other:
+torch DDP's own names [are accepted](../coming_from.md#from-torch-ddp) if there is an equivalent here. Any other name is
+refused, and so are options that contradict each other:
 
 ```python
 from megastrategy import DistributedDataParallelConfig
