@@ -1,6 +1,6 @@
 """The errors that training, saving and loading raise; all are :class:`MegastrategyError`, a ``RuntimeError``.
 
-What a user passed in wrongly is a ``ValueError``.
+A wrong argument of a user is a ``ValueError``.
 """
 
 from .core.errors import (

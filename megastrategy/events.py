@@ -1,5 +1,5 @@
-"""Re-exports what a ``listener`` of a ``DistributedDataParallel``, or one given to a strategy's ``add_listener``, hears
-from the engine while it runs."""
+"""Re-exports the engine's events for a ``listener`` of a ``DistributedDataParallel``, or of a strategy's
+``add_listener``."""
 
 from .core.events import Event, EventKind, Listener
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, for the doors: files, what they are checked for, and directories."""
+"""Checkpoints on disk, for the doors: files, their checks, and directories."""

@@ -134,7 +134,7 @@ def _number(text: str, otherwise: str | float, *, is_integer: bool) -> int | flo
         number = float(text)
     except ValueError:
         return otherwise
-    # 1e6 may stand for a number of elements, and 1.5 may not: the config refuses it by name
+    # 1e6 may mean a number of elements, and 1.5 may not: the config refuses it by name
     if not is_integer:
         return number
     return int(number) if math.isfinite(number) and number.is_integer() else otherwise

@@ -1,7 +1,7 @@
 """Wraps the modules of ``Accelerator.prepare`` in the engine, so that code for torch's DDP recognises them
 (:mod:`megastrategy.accelerate.torch_ddp_by_name` says how).
 
-Nothing is kept on the user's module: what was prepared is known by weak references.
+Nothing is kept on the user's module: weak references remember prepared objects.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Pipeline(StagedModule):
     """A chain of layers that is cut into stages of any sizes, one or several a rank.
 
     In training its forward runs a whole schedule, forwards and backwards of all microbatches, and returns the mean
-    loss, the same on all ranks; ``loss.backward()`` finds them done. Loops, callbacks and clipping stay what they are.
+    loss, the same on all ranks; ``loss.backward()`` finds them done. Loops, callbacks and clipping do not change.
 
     Args:
         layers: the whole chain, on every rank. A layer gets what the one before it returned, a tuple as several

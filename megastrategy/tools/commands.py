@@ -227,7 +227,7 @@ def profile_command(
     before = None if earlier is None else read_summary(earlier)  # it may be the one that this run replaces
     done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
     console = _console()
-    # also of a script that failed later: what was recorded may show why
+    # also of a script that failed later: its record may show why
     if has_steps(done.ranks):
         for renderable in tables(done.ranks):
             console.print(renderable)
@@ -293,7 +293,7 @@ def _check_script(script: str, is_module: bool) -> None:
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=1000)  # what is piped is not cut
+    return console if console.is_terminal else Console(width=1000)  # piped output is not cut
 
 
 @contextlib.contextmanager

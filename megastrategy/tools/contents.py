@@ -63,11 +63,11 @@ class Contents:
     """Everything in a checkpoint.
 
     Attributes:
-        parts: what it was found in.
+        parts: the checkpoint's parts.
         models: the entries of each model's weights and buffers.
         optimizers: in order.
         others: entries of tensors elsewhere, as in the states of callbacks.
-        plain: what is neither, by key: numbers and strings themselves, of all else the type.
+        plain: everything else, by key: numbers and strings themselves, otherwise the type.
         disk_bytes: of the file, or of all files of the directory.
     """
 
@@ -121,7 +121,7 @@ def _plain(value: Any) -> str:
 
 
 def loads_with(contents: Contents) -> list[tuple[str, str]]:
-    """Lists who can load it, and how; what is lost, or what to do first, where it is not all."""
+    """Lists the programs that can load it, and how; also losses, and steps that have to come first."""
     parts = contents.parts
     has_optimizers = any(optimizer.groups for optimizer in contents.optimizers)
     resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"

@@ -170,7 +170,7 @@ def _below(path: Path) -> str:
     for file in path.rglob("*"):
         if file.is_file() and (_WEIGHTS.fullmatch(file.name) or _OPTIMIZER.fullmatch(file.name)):
             found.add(file.parent)
-    # such a directory is a part of its folder, and the folder is what is loaded
+    # such a directory is a part of its folder, and the folder is loaded
     found = {item.parent if item.name == SHARDED else item for item in found} - {path}
     if not found:
         return ""

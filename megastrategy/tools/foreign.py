@@ -1,4 +1,4 @@
-"""Says what a path is that holds no checkpoint which this package reads, and what to do with it."""
+"""Describes a path without a checkpoint that this package reads, and says what to do with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def check_readable(path: Path) -> None:
-    """Raises CheckpointError for what is neither a file nor a folder that can be read, before anything waits for it."""
+    """Raises CheckpointError for a path that is neither a readable file nor a folder, before anything waits for it."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -36,7 +36,7 @@ def check_readable(path: Path) -> None:
 
 
 def describe_folder(path: Path) -> str:
-    """Says what a folder without checkpoints of this package's kinds is; empty if it is none that is known."""
+    """Describes a folder without checkpoints of this package's kinds; empty if its kind is unknown."""
     children = {child.name for child in path.iterdir()}
     if not children:
         return "is an empty folder: check the path"
@@ -62,7 +62,7 @@ def describe_folder(path: Path) -> str:
 
 
 def describe_file(path: Path) -> str:
-    """Says what a file is that torch did not write; empty if it is none that is known."""
+    """Describes a file that torch did not write; empty if its kind is unknown."""
     with path.open("rb") as file:
         start = file.read(len(_GIT_LFS))
     if start == _GIT_LFS:

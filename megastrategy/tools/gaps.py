@@ -90,7 +90,7 @@ def _between_spans(model: ModelEvents) -> list[Gap]:
 
 
 def _name(before: Span | None, after: Span | None, has_optimizer: bool) -> str:
-    """Names the gap between two spans. None stands for an evaluation: beside one lies what lies between steps."""
+    """Names the gap between two spans. None means an evaluation: the gap beside one is between steps."""
     if before is None or after is None:
         return BETWEEN
     if before.kind is _FORWARD and after.kind is _BACKWARD:

@@ -49,7 +49,7 @@ def launch(arguments: Sequence[str]) -> None:
     if ours:
         _check_keys(ours, theirs)
     config = ours if has_section else None
-    # what every rank would say
+    # the error of every rank
     plugin_from_launch(config, os.environ)
     _check_target(parsed.training_script, is_module=parsed.module)
     # the user's command becomes arguments of our launcher, which accelerate starts as a module
@@ -71,7 +71,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def _check_target(target: str, *, is_module: bool) -> None:
-    """Finds out here, in one line, what the launcher would find out on every rank."""
+    """Checks here, with an error of one line, what the launcher would check on every rank."""
     if not is_module:
         if not os.path.exists(target):
             raise LaunchConfigError(f"the script {target} does not exist (in {os.getcwd()})")
@@ -138,7 +138,7 @@ def write_config(
     """Writes a file for :func:`launch`, on one machine."""
     accelerates: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        # MULTI_CPU would want mpirun; what the processes run on is said by use_cpu
+        # MULTI_CPU would want mpirun; use_cpu chooses the device of the processes
         "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
         "num_machines": 1,
         "num_processes": num_processes,

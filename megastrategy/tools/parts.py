@@ -1,4 +1,4 @@
-"""A checkpoint taken apart: the same parts come out of a file and out of a directory, and either is made of them."""
+"""The parts of a checkpoint: a file and a directory have the same parts, and either can be made from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def silent(what: str, total_bytes: int) -> Advance:
 
 @dataclasses.dataclass
 class Parts:
-    """Holds what is in a checkpoint, under the keys that it has in a directory.
+    """Holds the contents of a checkpoint, under their keys in a directory.
 
     Attributes:
         path: it is from.
@@ -68,7 +68,7 @@ class Parts:
 
 
 def read_file(path: Path, trust: bool = False) -> Parts:
-    """Takes a file apart, with tensors that are mapped: their data is read when it is looked at.
+    """Reads the parts of a file, with mapped tensors: their data is read when it is used.
 
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
@@ -117,7 +117,7 @@ def _is_whole_optimizer_state(value: Any) -> bool:
 
 
 def content_of_file(parts: Parts) -> dict[str, Any]:
-    """Returns what ``strategy="ddp"`` would have given to ``torch.save``: optimizer state by number."""
+    """Returns the object that ``strategy="ddp"`` would pass to ``torch.save``: optimizer state by number."""
     numbered = {key: _by_number(state, f"{key!r} in {parts.path}") for key, state in parts.optimizers.items()}
     if parts.writer == "other":
         if set(parts.models) == {""}:
@@ -138,7 +138,7 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
 
 
 def read_object(path: Path, trust: bool) -> Any:
-    """Loads what torch saved in a file, with tensors that are mapped.
+    """Loads the object that torch saved in a file, with mapped tensors.
 
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
@@ -163,13 +163,13 @@ def read_directory_parts(
     make: Callable[[TensorStorageMetadata], Tensor] | None = None,
     progress: Progress = silent,
 ) -> Parts:
-    """Takes a directory apart.
+    """Reads the parts of a directory.
 
     Args:
         path: of the directory.
-        trust: for what is beside the tensors, and for the ``.metadata``.
-        make: the tensor to read into, from what the directory says of it. By default nothing is read, and the tensors
-            are on torch's "meta" device.
+        trust: for values that are not tensors, and for the ``.metadata``.
+        make: the tensor to read into, from its description in the directory. By default nothing is read, and
+            the tensors are on torch's "meta" device.
         progress: called with the bytes of tensors.
 
     Raises:
@@ -198,7 +198,7 @@ def read_directory_parts(
 
 
 def read_metadata(path: Path, trust: bool = False) -> Metadata:
-    """Reads what a directory says of itself, and makes sure that all of its files are there.
+    """Reads a directory's metadata, and checks that all of its files exist.
 
     Raises:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
@@ -211,7 +211,7 @@ def read_metadata(path: Path, trust: bool = False) -> Metadata:
         )
     try:
         metadata = directory_reader(path, trust).read_metadata()
-        # ``.metadata`` is written last, and yet a copy may lack files, or have some cut off
+        # ``.metadata`` is written last, and yet a copy may lack files, or have truncated ones
         needed: dict[str, int] = {}
         for place in metadata.storage_data.values():
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
@@ -288,7 +288,7 @@ def nbytes_of(entry: TensorStorageMetadata) -> int:
     return entry.size.numel() * entry.properties.dtype.itemsize
 
 
-# --- what is what ----------------------------------------------------------------------------------------------------
+# --- kinds of state --------------------------------------------------------------------------------------------------
 
 
 def _sort_out(parts: Parts, found: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _is_module_state(value: Any) -> bool:
-    """Returns whether it has tensors by name; a module may add what it likes as ``_extra_state``."""
+    """Returns whether it has tensors by name; a module may add any value as ``_extra_state``."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     tensors = [isinstance(item, Tensor) for key, item in value.items() if not key.endswith("_extra_state")]
@@ -384,7 +384,7 @@ def _element_wise_shapes(
 ) -> dict[str, dict[int, tuple[int, ...]]]:
     """By key, the shapes by parameter of the state that has one number for each element, as far as can be seen.
 
-    That is what some naming of the parameters explains: every shape is that of a weight of its own. Rows, factors and
+    Some naming of the parameters explains these shapes: each is the shape of a different weight. Rows, factors and
     blocks, of optimizers that need whole parameters, have other shapes, or the same one too often.
 
     Args:

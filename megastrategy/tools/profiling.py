@@ -3,7 +3,7 @@
 The ranks are started as torchrun starts them, with this module in front of the script (``python -m
 megastrategy.tools.profiling``). In such a process, which is the tool's own, every
 :class:`~megastrategy.DistributedDataParallel` gets a listener, in every door: a plain loop, Lightning, Fabric or
-Accelerate. The script, its arguments and its environment are what they are under torchrun.
+Accelerate. The script, its arguments and its environment are the same as under torchrun.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _RANK_PROGRAM = "megastrategy.tools.profiling"
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Holds what was recorded of a script, and how it ended.
+    """Holds the record of a script, and how it ended.
 
     Attributes:
-        ranks: what was recorded, by rank; those that recorded nothing are not there.
-        failure: how the script ended, if not well; what it did before is recorded all the same.
+        ranks: the records, by rank; ranks without one are left out.
+        failure: the error of the script, if it failed; its steps before are recorded all the same.
     """
 
     ranks: list[RankEvents]
@@ -165,7 +165,7 @@ class Recorder:
         self._gathered_bytes = [b.sent_weight_nbytes(n) for n, b in zip(numels, buffers, strict=True)]
 
     def take(self) -> ModelEvents:
-        """Returns what is kept so far."""
+        """Returns the events so far."""
         events = self._events if self._clock is None else self._clock.timed(self._events)
         timed = list(zip(events, self._cpu_ns, strict=True))
         kept = [(event, cpu_ns) for event, cpu_ns in timed if event.kind is not EventKind.GRAD_READY]
@@ -188,8 +188,7 @@ class Recorder:
 class _CudaClock:
     """On CUDA the host runs ahead, so an event happens when the current stream gets there. Not measured yet.
 
-    What a collective does on a stream of its own is seen only as the time from its launch until the current stream has
-    waited for it.
+    A collective on its own stream is seen only as the time from its launch until the current stream has waited for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -266,7 +265,7 @@ class Recording:
         self.finish()
 
     def finish(self) -> None:
-        """Writes what all have recorded; nothing is recorded any more. Called again it does nothing."""
+        """Writes the records of all models and ends the recording. A second call has no effect."""
         if self._is_done:
             return
         self._is_done = True

@@ -37,7 +37,7 @@ def run_with_size(
     skip: int,
     steps: int,
 ) -> list[RankEvents]:
-    """Returns what ``steps`` steps after the first ``skip`` were, by rank.
+    """Returns the records of ``steps`` steps after the first ``skip``, by rank.
 
     Raises:
         TuningError: if the script failed before.
@@ -77,9 +77,9 @@ class ShortRecording(Recording):
     """Ends the process when its steps are recorded."""
 
     def done(self) -> NoReturn:
-        """Writes what was recorded, and leaves without running another line of the script.
+        """Writes the record, and ends without running another line of the script.
 
-        The other ranks are waited for, since what they still receive this rank may be sending. No exception ends the
+        It waits for the other ranks, which may still receive from this one. No exception ends the
         script: it could be caught, and a Trainer would write a checkpoint.
         """
         self.finish()

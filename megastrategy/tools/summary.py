@@ -1,6 +1,6 @@
-"""Sums a profile up: one sentence on what the script waits for, and the numbers that two profiles are compared by.
+"""Sums up a profile: one sentence on the script's waits, and the numbers that two profiles are compared by.
 
-Of training steps alone: what lies in an evaluation counts nowhere.
+Only training steps count: an evaluation does not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FILE = "summary.json"
 
 
 class SummaryError(Exception):
-    """Says why a file cannot be compared with."""
+    """Says why a file cannot be compared."""
 
 
 def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
-    """Returns what a verdict needs of one model on one rank, which has made a whole step."""
+    """Returns a verdict's input for one model on one rank, which has made a whole step."""
     steps = model.steps
     mean = average(steps)
     within = (steps[0].start_ns, steps[-1].start_ns)
@@ -121,7 +121,7 @@ def _of_rank(rank: RankEvents, model: ModelEvents) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Reads what an earlier profile left.
+    """Reads the file of an earlier profile.
 
     Raises:
         SummaryError: for any other file.
@@ -137,7 +137,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Lists what the first model's step consists of, before and after: means over ranks, in milliseconds a step.
+    """Lists the parts of the first model's step, before and after: means over ranks, in milliseconds a step.
 
     ``"step"`` is the slowest rank's.
     """

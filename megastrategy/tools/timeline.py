@@ -1,11 +1,11 @@
-"""Computes from the engine's events where time goes: spans, steps, exposed communication.
+"""Computes the use of time from the engine's events: spans, steps, exposed communication.
 
 Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds of the rank's own
 clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
 
 [Note: what a step is]
 A step begins with the first forward that trains, or with a backward if no forward is seen. It ends with the last event
-before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and what lies
+before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and work
 between steps (data loading, validation, logging) is not. Microbatches that are accumulated belong to the step that uses
 them. A plain optimizer, which may step after an all-reduce, has no events: the synchronised backward counts as its
 step.
@@ -115,8 +115,8 @@ class BucketTimes:
     Attributes:
         what: "reduce" or "gather".
         nbytes: of the bucket, in the dtype that is sent; 0 if it is not known.
-        ran_ms: how long it took, waiting for slower ranks included; None if the backend does not tell (CUDA).
-        launch_to_done_ms: with the time that it stood behind other collectives.
+        ran_ms: how long it took, waiting for slower ranks included; None if the backend does not report it (CUDA).
+        launch_to_done_ms: with the time in the queue behind other collectives.
         hidden_share: the part, from 0 to 1, of its time in which the rank did not wait.
     """
 
@@ -137,7 +137,7 @@ class ModelEvents:
         reduced_bytes, gathered_bytes: by bucket.
         num_skipped_steps: how many steps it had done before the first of these events.
         has_optimizer: whether a DistributedOptimizer steps it, and has events.
-        recorded: what it was, and when gradients arrived, if that was kept.
+        recorded: the model's description, and when gradients arrived, if that was kept.
     """
 
     events: Sequence[Event]
@@ -220,7 +220,7 @@ BEGINS_STEP = (EventKind.FORWARD_START, EventKind.BACKWARD_START)
 
 
 def completes_step(event: Event, has_optimizer: bool) -> bool:
-    """Returns whether what comes until the next forward or backward is the rest of a step."""
+    """Returns whether the events until the next forward or backward are the rest of a step."""
     if has_optimizer:
         return event.kind is EventKind.STEP_END
     return event.kind is EventKind.BACKWARD_END and event.index == 1  # synchronised
@@ -231,7 +231,7 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
     started: dict[tuple[EventKind, int], Event] = {}
     spans: list[Span] = []
     for event in events:
-        # BACKWARD_END's index says what it was; there is one at a time
+        # BACKWARD_END's index has its kind; there is one at a time
         index = 0 if event.kind is EventKind.BACKWARD_END else event.index
         if event.kind in _LANES:
             started[event.kind, index] = event  # after an exception the later one counts
@@ -274,7 +274,7 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
 
 
 def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
-    """Lists evaluations: from the first to the last of consecutive forwards without gradients, with what is between
+    """Lists evaluations: from the first to the last of consecutive forwards without gradients, with the time between
     them.
 
     One inside of a training forward (a teacher's, in manual optimization) is a part of that.
@@ -339,6 +339,6 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
 
 
 def overlap_ns(interval: _Interval, others: Iterable[_Interval]) -> int:
-    """Sums how much of an interval lies in any of the others, which do not overlap each other."""
+    """Sums the overlap of an interval with the others, which do not overlap each other."""
     start, end = interval
     return sum(max(0, min(end, other_end) - max(start, other_start)) for other_start, other_end in others)

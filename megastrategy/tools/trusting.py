@@ -44,7 +44,7 @@ _OF_TORCH = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Lists by module what a ``.metadata`` is made of; and dtypes, layouts and memory formats."""
+"""Lists by module the classes in a ``.metadata``; and dtypes, layouts and memory formats."""
 
 
 class _Unpickler(pickle.Unpickler):

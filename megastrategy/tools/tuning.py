@@ -1,8 +1,8 @@
 """Trains the first steps of a script with several bucket sizes, each in fresh processes, and compares whole steps.
 
-Sizes take turns, round after round, in an order that turns around, so that a machine that gets slower hits all alike. A
-size is compared with the default in the same round. Nothing is estimated from a model of the link, since whatever else
-slows a step (a core that sends and computes, a link that is shared) is in its time.
+Sizes take turns, round after round, in an order that reverses, so that a machine that becomes slower affects all alike.
+A size is compared with the default in the same round. Nothing is estimated from a model of the link: the time of a step
+includes everything that slows it (a core that sends and computes, a shared link).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compare_sizes(
     """Runs the default and each size once a round; the default comes first in the result, as in the first round.
 
     Args:
-        run: trains the script's first steps with a bucket size, and returns what was recorded; raises if it fails.
+        run: trains the script's first steps with a bucket size, and returns the record; raises if it fails.
         sizes: in elements; empty for a few that fit the model, see :func:`sizes_for`.
         num_rounds: how often each is run.
         tell: gets a line before each run.
@@ -67,7 +67,7 @@ def compare_sizes(
     num_buckets: dict[int | None, int] = {}
     for number in range(num_rounds):
         place = 0
-        # a list that may grow: what the model is, is known after the first run
+        # a list that may grow: the model's size is known after the first run
         while place < len(candidates):
             size = candidates[place] if number % 2 == 0 else candidates[-1 - place]
             name = "the default" if size is None else f"bucket_size={size:_}"
@@ -115,7 +115,7 @@ def advice(best: SizeTimes | None, *, by_launcher: bool) -> str:
     """Says what to write down, and where.
 
     Args:
-        best: what :func:`best_of` found.
+        best: the result of :func:`best_of`.
         by_launcher: whether the script runs under ``megastrategy.launch``, whose options are a file's.
     """
     if best is None:

@@ -89,8 +89,8 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
 
 PAGE = """# What the tests see
 
-Each fault of [the catalogue](../../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the
-tests that it names were run, until the first failed:
+The faults of [the catalogue](../../tests/breakages/catalogue.txt) were put into a copy of the package, one at a time.
+Each names tests, which ran until the first failed:
 
 ```bash
 .venv/bin/python -m tests.breakages

@@ -1,4 +1,4 @@
-"""An optimizer's state in directories: what each rank writes of it, and reads.
+"""An optimizer's state in directories: each rank writes and reads its part.
 
 It is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``. Where ranks share a model, tensors
 have the names of the full model. If several pipeline stages have a copy of a parameter, the first of them writes it and

@@ -59,7 +59,7 @@ def load_state(
     values_of: Callable[[Parameter], dict[str, Any]],
     others: Mapping[Any, Any] | None = None,
 ) -> None:
-    """Loads the state of what this rank steps with the optimizer's own ``load_state_dict``.
+    """Loads the state of this rank's stepped tensors with the optimizer's own ``load_state_dict``.
 
     Args:
         groups: the saved hyper-parameters, group by group.

@@ -122,7 +122,7 @@ class Collectives(ABC):
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank receives what is gathered for one rank."""
+        """Whether this rank receives a gather for one rank."""
         return self.rank == 0
 
     @property

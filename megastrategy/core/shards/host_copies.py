@@ -88,7 +88,7 @@ class _Half:
             self._wait = event.synchronize
 
     def empty(self) -> None:
-        """Waits for the copies up to :meth:`mark`, and moves what has arrived to its targets."""
+        """Waits for the copies up to :meth:`mark`, and moves them to their targets."""
         if self._arriving:
             self._wait()
             torch._foreach_copy_(self._targets, self._arriving)

@@ -51,7 +51,7 @@ class Findings:
 
     Attributes:
         reason: in words, why shards would not be stepped, or saved, as whole parameters are; None if they would.
-        element_names: the names of what it keeps for each element. Known where there is no reason.
+        element_names: the names of its per-element state. Known if there is no reason.
         in_parts: whether a step may be several calls, each with some of the tensors in the groups, to the bit. Not if
             the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
         changed_entries: the entries of groups that its steps change, beside options that the user sets.
@@ -177,7 +177,7 @@ class GroupProbe:
         self._state_at_start: StateAtStart | None = None
 
     def check_first_step(self) -> None:
-        """Raises NotForShardsError for what the first step of the problem shows."""
+        """Raises NotForShardsError if the first step of the problem shows a reason."""
         self._compare(trial_lr(self.group), 1)
 
     def findings(self) -> Findings:
@@ -299,7 +299,7 @@ class GroupProbe:
         )
 
     def _check_kept(self, whole: Trial, pieces: Sequence[Trial]) -> None:
-        """Raises if the optimizer keeps other things for flat pieces, or what a checkpoint of them cannot contain."""
+        """Raises if the optimizer's state differs for flat pieces, or if their checkpoint cannot contain it."""
         for piece, spans in zip(pieces, self.problem.spans(), strict=True):
             self._check_names(whole, piece)
             self._check_values(whole, piece, spans)

@@ -66,8 +66,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _found_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields what may identify a parameter: keys, members of sets, whole numbers and modules, in containers and in one
-    plain object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
+    """Yields values that may identify a parameter: keys, members of sets, integers and modules. Looks in containers and
+    in one plain object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
     if depth == 0:
         return
     if isinstance(value, Mapping):

@@ -136,12 +136,12 @@ class Isolation:
                 put(state)
 
     def restore(self) -> None:
-        """Puts back what has changed, but for random numbers, which go on to the end."""
+        """Restores all changes, except of random numbers, which continue to the end."""
         for place in self._places:
             place.restore()
 
     def counts_calls(self, steps: Callable[[], Any]) -> bool:
-        """Whether ``steps`` change what is outside, print, or draw random numbers: as often as they are called."""
+        """Whether ``steps`` change outside state, print, or draw random numbers: as often as they are called."""
         before = [*self._random_states(), self._context_and_prints()]
         for place in self._places:
             place.note()
@@ -187,7 +187,7 @@ def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[
 
 
 def seed(device: torch.device) -> None:
-    """Has what is drawn on the device begin anew, the same on every rank."""
+    """Seeds the device's random numbers anew, the same on every rank."""
     if device.type in ("cpu", "meta"):
         torch.default_generator.manual_seed(0)
     else:
@@ -195,7 +195,7 @@ def seed(device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
 
 
-# --- what is reachable -----------------------------------------------------------------------------------------------
+# --- reachable places ------------------------------------------------------------------------------------------------
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -301,7 +301,7 @@ class _Walk:
             yield from self.places(kind.__name__, kind)
 
     def places(self, where: str, value: Any) -> Iterator[Place]:
-        """The places in a value, and in what it leads to."""
+        """The places in a value, and in the objects that it refers to."""
         if isinstance(value, (*_PLAIN, Parameter, Module, Optimizer)) or id(value) in self._seen:
             return
         if len(self._seen) >= _MOST_OBJECTS:

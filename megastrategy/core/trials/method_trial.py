@@ -35,7 +35,7 @@ _LR = 0.01  # weights of size 1 move by more than rounding hides
 
 
 class Effect(enum.Enum):
-    """The effect of a call on what the optimizer has on this rank."""
+    """The effect of a call on the optimizer's tensors on this rank."""
 
     NONE = enum.auto()
     """It reads no state and moves no parameter: it may be made with the model's Parameters."""
@@ -145,7 +145,7 @@ def _named(of_pieces: Sequence[dict[str, Tensor]], name: str) -> list[Tensor]:
 
 
 def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Contents:
-    """One tensor for all groups of the same options: what is done with one is done with the others."""
+    """One tensor for all groups of the same options: a method treats them alike."""
     generator = torch.Generator().manual_seed(0)
     kinds: set[str] = set()
     groups: list[list[Tensor]] = []

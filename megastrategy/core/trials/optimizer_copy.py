@@ -242,7 +242,7 @@ def _exact(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _replacement(replacements: list[Tensor], value: Any) -> Any:
-    """Replaces what a copy must not use: other optimizers, and parameters, by tensors put into ``replacements``."""
+    """Replaces objects that a copy must not use: other optimizers, and parameters, by tensors in ``replacements``."""
     # Asked for an attribute, as below, it would raise.
     if value is _NO_OPTIMIZER:
         return value

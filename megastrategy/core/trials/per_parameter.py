@@ -114,7 +114,7 @@ class PerParameterProbe(GroupProbe):
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal, but for the rounding of a kernel that takes several tensors at once."""
+    """Equal, except for the rounding of a kernel that processes several tensors at once."""
     if type(a) is not Tensor or type(b) is not Tensor or not a.is_floating_point() or not a.numel():
         return same_bits(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -141,7 +141,7 @@ def of_weak(where: str, values: Any) -> Place:
 
 
 def of_file(where: str, file: Any) -> Place | None:
-    """A file that has a place to return to; what was written beyond it is cut off."""
+    """A file that has a place to return to; later output is cut off."""
     if file.closed or not file.seekable():
         return None
 
@@ -154,7 +154,7 @@ def of_file(where: str, file: Any) -> Place | None:
 
 
 class Muted(io.TextIOBase, logging.Filter):
-    """Keeps one thread from printing and logging, and counts what it would; see [Note: what steps print]."""
+    """Keeps one thread from printing and logging, and counts the attempts; see [Note: what steps print]."""
 
     def __init__(self, loggers: Sequence[logging.Logger]) -> None:
         io.TextIOBase.__init__(self)

@@ -109,7 +109,7 @@ def _probe(
 
 
 def _alike(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The numbers of groups whose options are alike but for positive learning rates; the first has the largest."""
+    """The numbers of groups whose options differ only in positive learning rates; the first has the largest."""
     chosen: list[tuple[list[int], dict[str, Any], float | None]] = []
     for number, group in enumerate(groups):
         options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}

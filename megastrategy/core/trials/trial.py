@@ -37,9 +37,9 @@ from .step_arguments import StepArguments
 from .values import Copier, with_arithmetic
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))
-_CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
+_CUTS = (7_001, 500)  # by tensor, the part of the first of two ranks
 PROPORTIONS = {(24, 24): 250, (320, 10): 1_001, (10, 320): 2_003}
-"""Shapes of other proportions, and what the first of two ranks has of each."""
+"""Shapes of other proportions, and the first of two ranks' part of each."""
 _ALONG = 0.03
 """The cosine of nearly orthogonal gradients with the weights, times the root of a row's length."""
 SPIKE = 1e4

@@ -25,7 +25,7 @@ def describe_error(error: Exception) -> str:
 
 
 class Copier:
-    """Copies what a step or a call may change in place: tensors, containers and plain objects.
+    """Copies the objects that a step or a call may change in place: tensors, containers and plain objects.
 
     An object that is reached twice has one copy. Parameters, modules, optimizers, classes and functions are not copied:
     that would copy the model, and a copied function would change what the user's does. ``replace`` returns what stands
