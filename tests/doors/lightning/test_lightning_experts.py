@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
@@ -19,6 +20,7 @@ from megastrategy.core import OpenDirectory
 from megastrategy.tools.conversion import consolidate
 from tests.support.comparison import message
 from tests.support.experts import Experts, Model
+from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
 from ..rank_processes import Ranks
@@ -124,8 +126,9 @@ def fit(
     return {"metrics": metrics, "untrained": untrained, "validated": validated, "held": held}
 
 
+EP2 = {"expert_parallel_size": 2}
 STRATEGIES: dict[str, dict[str, Any] | None] = {
-    "ep2": {"expert_parallel_size": 2},
+    "ep2": EP2,
     "ep4": {"expert_parallel_size": 4},
     "all-reduce": {"expert_parallel_size": 2, "use_distributed_optimizer": False},
     "whole": {},
@@ -217,6 +220,91 @@ def test_a_checkpoint_goes_on_under_any_division(
     mesh.run(fit, STRATEGIES[reader], RANKS, tmp_path / "2", 2, source, evaluates=False)
     for part in ("state_dict", "optimizer_states"):
         assert_close(read(tmp_path / "2")[part], read(alone[0] / "2")[part])
+
+
+# --- callbacks, precisions, meta, exceptions -------------------------------------------------------------------------
+
+CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
+    "nothing": pl.Callback,
+    "stochastic": lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),
+    "moving": lambda: EMAWeightAveraging(decay=0.5),
+}
+
+
+def fit_beside(callback: str, precision: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    module = LitExperts()
+    trainer = make_trainer(
+        MegatronDDPStrategy(bucket_size=200, **options),
+        max_epochs=3,
+        callbacks=[CALLBACKS[callback]()],
+        precision=precision,
+    )
+    trainer.fit(module, loader(RANKS))
+    return {name: whole(param) for name, param in module.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("callback", "precision", "tolerance"),
+    [
+        ("stochastic", None, 2e-6),
+        ("moving", None, 2e-6),
+        ("nothing", "16-mixed", 2e-2),
+        pytest.param("nothing", "bf16-true", 2e-2, marks=pytest.mark.long),
+    ],
+)
+def test_divided_experts_are_averaged_and_rounded_as_whole_ones(
+    mesh: Ranks, callback: str, precision: Any, tolerance: float
+) -> None:
+    expected = mesh.run(fit_beside, callback, precision, {})
+    for own, other in zip(mesh.run(fit_beside, callback, precision, EP2), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0.0, atol=tolerance)
+
+
+class MadeOnMeta(LitExperts):
+    def on_train_start(self) -> None:
+        self.held = {
+            name: tuple(getattr(param, "_local_tensor", param).shape) for name, param in self.model.named_parameters()
+        }
+        with torch.no_grad():
+            for param in self.model.parameters():
+                getattr(param, "_local_tensor", param).fill_(0.1)
+
+
+def fit_from_meta() -> dict[str, Any]:
+    trainer = make_trainer(MegatronDDPStrategy(**EP2), max_epochs=1)
+    with trainer.init_module(empty_init=True):
+        module = MadeOnMeta()
+    assert all(param.is_meta for param in module.parameters())
+    trainer.fit(module, loader(RANKS))
+    return module.held
+
+
+def test_a_module_made_on_meta_gets_memory_for_its_own_experts(mesh: Ranks) -> None:
+    for rank, held in enumerate(mesh.run(fit_from_meta)):
+        assert held["layers.0.up"] == (HELD["ep2"][rank], 8, 12)
+        assert held["head.weight"] == (3, 8)
+
+
+class RaisesInStep(LitExperts):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            raise LookupError("in the third step")
+
+
+def fit_raising(options: dict[str, Any], folder: Path) -> list[str]:
+    saves = ModelCheckpoint(folder, save_on_exception=True, save_top_k=0)
+    trainer = make_trainer(MegatronDDPStrategy(**options), max_epochs=1, enable_checkpointing=True, callbacks=[saves])
+    texts = [message(LookupError, lambda: trainer.fit(RaisesInStep(), loader(RANKS)))]
+    make_trainer(MegatronDDPStrategy(**options), max_epochs=1).fit(LitExperts(), loader(RANKS))  # the processes go on
+    return texts
+
+
+@pytest.mark.parametrize(("options", "num_saved"), [(EP2, 0), ({"context_parallel_size": 2}, 1)])
+def test_after_an_exception_only_a_whole_model_is_saved_and_the_next_fit_trains(
+    mesh: Ranks, tmp_path: Path, options: dict[str, Any], num_saved: int
+) -> None:
+    assert mesh.run(fit_raising, options, tmp_path / "saved") == [["in the third step"]] * RANKS
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == num_saved
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
