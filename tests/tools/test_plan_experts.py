@@ -59,7 +59,7 @@ def real_bytes() -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def real() -> list[tuple[int, int]]:
-    """The bytes on rank 0 of four."""
+    """The bytes of rank 0 of four."""
     found: list[tuple[int, int]] = run_processes(4, real_bytes)[0]
     return found
 
@@ -102,7 +102,7 @@ def work_of(specs: Sequence[ParamSpec]) -> Work:
     ids=str,
 )
 def test_the_plan_and_the_monitor_count_bytes_by_domain(ep: int, options: dict[str, Any]) -> None:
-    """Bytes of each bucket: ``8 (edp - 1) / edp`` for an element of a rank's fp32 experts, with any sharding."""
+    """The bytes of each bucket: ``8 (edp - 1) / edp`` for an element of experts in fp32, however they are sharded."""
     if options.get("num_distributed_optimizer_instances", 1) * ep > 8:
         return
     config = DistributedDataParallelConfig(bucket_size=1, **options)
