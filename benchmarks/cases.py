@@ -108,7 +108,7 @@ def _gpt_14m_registered_in_reverse() -> LanguageModel:
 
 
 def _gpt_124m() -> LanguageModel:
-    return gpt(vocabulary=50257, context=128, width=768, depth=12)  # GPT-2's sizes, but for the context
+    return gpt(vocabulary=50257, context=128, width=768, depth=12)  # GPT-2's sizes, except for the context
 
 
 def _small_2000() -> LanguageModel:

@@ -47,7 +47,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory that the storages of all tensors known to Python cover, overlaps counted once, but for activations.
+    """The memory that the storages of all tensors known to Python cover, overlaps counted once, except for activations.
 
     Args:
         tensors: counted in addition to those that the garbage collector knows. A ``.grad`` that no code has read yet

@@ -120,7 +120,7 @@ def build_megatron_core_layer_wise(module: nn.Module, optimizers: list[torch.opt
 def build_dion(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Its Muon for torch DDP: each rank orthogonalises a part of the matrices of one shape, and gathers the updates.
 
-    The recipe's settings, but for the coefficients of the iteration, which are its own.
+    The recipe's settings, except for the coefficients of the iteration, which are its own.
     """
     import dion
 

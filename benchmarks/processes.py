@@ -81,7 +81,7 @@ def run_ranks(
     """Calls ``function(rank, *arguments)`` in a fresh process at each place and returns the results by rank.
 
     ``function`` and ``arguments`` are pickled; torch is imported already where it runs. A default gloo group over the
-    ranks stands. No process outlives the call.
+    ranks exists. No process outlives the call.
 
     Raises:
         RankFailedError: as soon as one rank fails, or if all of them fall silent.

@@ -33,7 +33,7 @@ def _add(wire: Tensor, sums: Tensor) -> None:
 
 
 class _Fp8:
-    """No format of the engine: fp8 in the same blocks, whose codes and scales lie in two tensors here."""
+    """No format of the engine: fp8 in the same blocks, whose codes and scales are in two tensors here."""
 
     def __init__(self, numel: int) -> None:
         self.codes = torch.empty(numel, dtype=torch.float8_e4m3fn)

@@ -75,7 +75,7 @@ class _Module(pl.LightningModule):
 
 
 class _Batches:
-    """Stands for a list, since the Trainer takes a list for several loaders."""
+    """Represents a list, since the Trainer takes a list for several loaders."""
 
     def __init__(self, batches: Tensor, num_steps: int) -> None:
         self._batches, self._num_steps = batches, num_steps

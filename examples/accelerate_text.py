@@ -82,7 +82,7 @@ def make_datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 class LineClassifier(nn.Module):
-    """Bytes, what stands in a window of five of them, and the strongest of that in the line."""
+    """Bytes, their contents in windows of five, and the strongest of that in the line."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FILES_OF_CORE = sorted(CORE.rglob("*.py"))
 FILES_OF_DOORS = [path for path in FILES if path not in FILES_OF_CORE]  # and of tools
 
-# The rooms: what each may import, besides itself. A name stands for a folder, or for a file at the top; one with a dot
+# The rooms: what each may import, besides itself. A name represents a folder, or for a file at the top; one with a dot
 # for that file alone.
 MAY_IMPORT = {
     "core": set(),
@@ -255,7 +255,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
     "path", [path for path in FILES if CORE not in path.parents], ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
-    """Core by its public names: no door knows its files. No door imports another, but for the launcher, which opens
+    """Core by its public names: no door knows its files. No door imports another, except for the launcher, which opens
     Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers. Only
     ``megastrategy.plan`` imports tools."""
     for name in imports(path):

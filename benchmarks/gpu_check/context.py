@@ -44,7 +44,7 @@ class Context:
 
     @property
     def is_host(self) -> bool:
-        """Whether the processor stands in for a GPU."""
+        """Whether the processor replaces a GPU."""
         return self.kind == "cpu"
 
     def place(self, way: Way | None = None, size: int | None = None, **options: Any) -> Place:

@@ -290,7 +290,7 @@ def _of_the_device(reads: HostReads) -> dict[str, int]:
 
 
 class HostStreams:
-    """In the place of ``torch.cuda``'s streams."""
+    """In place of ``torch.cuda``'s streams."""
 
     class Stream:
         """A name for the one order in which the host works."""

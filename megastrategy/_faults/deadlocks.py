@@ -128,7 +128,7 @@ class DeadlockFinder:
         return {name: _Started(group.num_started, list(group.last_started)) for name, group in self._groups.items()}
 
     def _write_note(self, name: str, own: _Note) -> None:
-        """Writes this rank's note, in the place of the one before."""
+        """Writes this rank's note, in place of the one before."""
         board = _notes_in_store(name)
         # Numbered as ranks come, and not by rank: readers ask for all at once, and most ranks have none.
         if self._place is None or self._place[0] != name:

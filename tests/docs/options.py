@@ -85,7 +85,7 @@ def page() -> str:
     docstrings = field_docstrings()
     lines = [_BEGIN, "| field | default | |", "|---|---|---|"]
     for name, text in docstrings.items():
-        # Up to the first stop, without what stands in parentheses: the rest is in the field's own section.
+        # Up to the first stop, without text in parentheses: the rest is in the field's own section.
         gist = re.split(r"[.:;](?=\s|$)", re.sub(r" \([^)]*\)", "", text), maxsplit=1)[0]
         lines.append(f"| [`{name}`](#{name}) | `{_literal(defaults[name])}` | {gist} |")
     for name, text in docstrings.items():

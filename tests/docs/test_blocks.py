@@ -133,9 +133,9 @@ def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int,
 
 
 def test_no_block_is_left_out() -> None:
-    """But for parts that are the reader's. tests/doors/accelerate/test_accelerate_alone.py has the first of checkpoints
-    in a script; the second writes what tests/tools/test_conversion.py reads; tests/tools/test_plan_partitions.py
-    plans."""
+    """The other blocks are parts of the reader's code. tests/doors/accelerate/test_accelerate_alone.py has the first
+    of checkpoints in a script; the second writes what tests/tools/test_conversion.py reads;
+    tests/tools/test_plan_partitions.py plans."""
     by_page = {page.name: blocks(page) for page in PAGES if blocks(page)}
     assert {name: len(found) for name, found in by_page.items()} == {
         "lightning.md": 1,

@@ -26,8 +26,11 @@ GENERATED = ("CHANGELOG.md", "breakages.md", "compatibility.md", "optimizers.md"
 
 VAGUE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
 """Name the actor: the first reader, user code, no rank."""
-DIALECT = re.compile(r"\b(of which|of those|of theirs|(?:is|are|was|were) told|tells)\b", re.IGNORECASE)
-"""Split the sentence; write reports, returns, logs."""
+DIALECT = re.compile(
+    r"\b(of which|of those|of theirs|(?:is|are|was|were) told|tells|lies|stands|but for|would else|in the place of)\b",
+    re.IGNORECASE,
+)
+"""Split the sentence; write reports, returns, is stored, except, in place of."""
 CLAUSE = re.compile(r"(What|Of|Where|Those)\b")
 """A docstring begins with a verb or with the noun that it documents."""
 

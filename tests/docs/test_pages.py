@@ -14,7 +14,7 @@ from . import PAGES, ROOT
 
 
 def links(page: Path) -> list[str]:
-    """Without those that leave the repository, and without what stands in blocks of code."""
+    """Without those that leave the repository, and without blocks of code."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     found = sorted(set(re.findall(r"(?<!`)\]\(([^)\s]+)\)", text)))
     return [link for link in found if not re.match(r"https?:", link)]

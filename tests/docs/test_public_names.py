@@ -90,7 +90,7 @@ def test_an_attribute_is_described_once() -> None:
 
 
 def test_every_module_that_is_not_private_is_an_address_or_a_command() -> None:
-    """But for ``core``, which the addresses are made of, and the tools behind the command line."""
+    """All except ``core``, which the addresses are made of, and the tools behind the command line."""
     package = ROOT / "megastrategy"
     names = {
         f"megastrategy.{path.stem}"

@@ -137,7 +137,7 @@ def train(
     Args:
         name, plugin, options: see :func:`make_accelerator`.
         make_optimizer: from the parameters.
-        prepare: "together", "apart", or "reversed" (the optimizer stands before the model).
+        prepare: "together", "apart", or "reversed" (the optimizer comes before the model).
         clip: ("norm" or "value", the largest allowed).
         zero: through what gradients are zeroed: "optimizer" or "model".
         dtype: of the weights.

@@ -24,14 +24,14 @@ class Feature:
     """Something a user does with ``"ddp"``.
 
     Args:
-        area: the heading it stands under.
+        area: its heading.
         name: what a user would call it.
         job: ``job(strategy_name, strategy_options, **options)`` runs on both ranks, and on one alone, and returns what
             to compare: weights, losses, metrics, what callbacks saw. Picklable; ``assert_equal`` of
             tests/support/comparison.py says what can be compared.
         options: more arguments for the job.
         rtol: the relative tolerance with reduce-scatter, where the order of a sum differs; 0 is equality of the bits.
-        refused: with reduce-scatter it is refused instead, and this stands in the error's message.
+        refused: with reduce-scatter it is refused instead, and this is in the error's message.
         differs: with reduce-scatter it does something else on purpose, and this is what, for the table.
         like: options (in place of the job's) with which "ddp" does the same then.
         note: for the table.

@@ -51,7 +51,7 @@ class Run:
         seen: what the callback was called with, by name and step.
         best: the checkpoint that was loaded in the end.
         frames: how many Python functions were compiled, where that was asked for.
-        optimizer: the class inside of accelerate's, and how many elements of state (but for counters) this rank has.
+        optimizer: the class inside of accelerate's, and how many elements of state (except for counters) this rank has.
     """
 
     logged: list[dict[str, float]]

@@ -42,7 +42,7 @@ class TokensAgain(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Returns what does not lie in the order of its dimensions."""
+    """Returns a tensor that is not in the order of its dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

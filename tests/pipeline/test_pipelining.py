@@ -152,7 +152,7 @@ def outcomes() -> list[tuple[dict[str, Trained], dict[str, str]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_way_out_gives_the_weights_of_torch_ddp_and_reduces_once_a_step(outcomes: Any, kind: str) -> None:
-    """But for the last bits, as both are of one process with the whole batch: the order of sums differs."""
+    """Except for the last bits, as both are of one process with the whole batch: the order of sums differs."""
     for trained, _ in outcomes:
         expected, ours = trained[kind]
         for mode, (weights, reductions) in ours.items():

@@ -65,7 +65,7 @@ class Choice:
         return InFlightGuard() if self.is_guarded else contextlib.nullcontext()
 
     def around(self, collectives: Collectives) -> Collectives:
-        """Collectives that were made by hand become what was chosen, but for their backend."""
+        """Collectives that were made by hand become what was chosen, except for their backend."""
         if self.delivery is None or isinstance(collectives, (SingleRankCollectives, LazyCollectives)):
             return collectives
         return LazyCollectives(collectives, self.delivery)

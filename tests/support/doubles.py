@@ -141,7 +141,7 @@ def start_between(real: Collectives, what: str, run: Callable[[], object]) -> Ha
 
 
 def innermost(collectives: Collectives) -> Collectives:
-    """The collectives that send, whatever stands around them."""
+    """The collectives that send, inside of any others."""
     while (real := getattr(collectives, "real", None)) is not None:
         collectives = real
     return collectives

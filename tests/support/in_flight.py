@@ -172,7 +172,7 @@ class InFlightGuard(ThreadMode, Observer):
         self._note(access)
 
     def _note(self, access: _Access) -> None:
-        # A stream's later access to the same memory stands for its earlier ones.
+        # A stream's later access to the same memory represents its earlier ones.
         self._accesses = [
             known
             for known in self._accesses

@@ -1,4 +1,4 @@
-"""Tests marked ``fresh`` start interpreters of their own, always; no other test does, but for scripts in the long tier.
+"""Tests marked ``fresh`` always start new interpreters; no other test does, except for scripts in the long tier.
 
 They are about what a fork of a process that has its imports cannot show: what importing does, launchers, programs that
 people start, memory and threads at the end of a process.

@@ -118,7 +118,7 @@ class _Queued(ThreadMode):
 
 
 class LazyDevice:
-    """In the place of ``torch.cuda``: the caller's stream is ``caller``, and does its work at once unless it is
+    """In place of ``torch.cuda``: the caller's stream is ``caller``, and does its work at once unless it is
     given another. With ``early`` all other streams do theirs as early as they may. ``memory_of`` gives what work that
     is queued holds in an argument's place, where that is not the tensor itself, as it is not on a device."""
 

@@ -49,7 +49,7 @@ class Lamb(Simple):
 
 
 class GloballyNormalised(torch.optim.Optimizer):
-    """Element-wise but for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
+    """Element-wise except for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
 
     scale = 1.0
 

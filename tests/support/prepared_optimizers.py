@@ -11,8 +11,9 @@ from tests.support.optimizers import Simple
 
 
 class Prepared(Simple):
-    """Makes its state when it is constructed, in dtypes of its own but for a sum that is like the parameter; what has
-    none yet gets the same in its first step."""
+    """Makes its state in the constructor, in its own dtypes, except a sum that is like the parameter.
+
+    A parameter without state gets the same in its first step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)

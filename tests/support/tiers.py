@@ -44,7 +44,7 @@ def sample(cases: Sequence[frozenset[Value]], most: int | None = None) -> list[i
 
 
 def mark_long(items: Iterable[pytest.Item], named: Sequence[str]) -> None:
-    """Marks the cases that ``make test`` leaves out, but for those that the command line has by name."""
+    """Marks the cases that ``make test`` leaves out, except for those that the command line has by name."""
     for _, group in itertools.groupby(items, key=lambda item: (item.path, getattr(item, "originalname", None))):
         cases = [item for item in group if item.get_closest_marker("long") is None]
         if not (values := [values_of(item) for item in cases]) or not any(values):

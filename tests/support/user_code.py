@@ -77,7 +77,7 @@ class UserCode:
     """A row.
 
     Attributes:
-        run: plays it; before the backward it may return a loss, in the place of the one there is.
+        run: plays it; before the backward it may return a loss, in place of the one there is.
         place: where in a step.
         refused: the error by which it is refused where gradients are sharded; None where it must work.
         drives: whether it runs backwards of the wrapper or steps itself, or changes the training from then on.

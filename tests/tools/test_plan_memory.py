@@ -58,7 +58,7 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
     """One step as rank 0 of ranks that do not exist."""
 
     class Watched(DistributedDataParallel):
-        """Patched in the place of everybody's."""
+        """Patched in place of everybody's."""
 
     step = OneStep(LiveBytes(computes=True), size)
     hook = step.install(lambda: None, Watched)
@@ -149,7 +149,7 @@ def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
 )
 def test_temporaries_are_those_that_the_allocator_counts(model: str, tmp_path: Path) -> None:
     """The peak of forward and backward on two real ranks, within 1 % and the same with and without values. Kernels' own
-    scratch is in the allocator's count; it is less than that but for a ResNet under oneDNN."""
+    scratch is in the allocator's count; it is less than that except for a ResNet under oneDNN."""
     peaks = counted_peaks(tmp_path, model)
     found = {}
     for way in ("values", "shapes"):

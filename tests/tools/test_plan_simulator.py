@@ -31,7 +31,7 @@ def launch(key: str, nbytes: float, hops: int = 1, link: Link = LINK) -> Launch:
         ([Launch("a", (Phase(LINK, 1, 20),)), Compute(5), Wait(("a",), "gradients")], Processor(), 5, 0, 0),
         # Nothing hides 3 ms.
         ([Compute(5), launch("a", 20), Wait(("a",), "gradients")], Processor(), 8, 3, 0),
-        # The second stands behind the first: 3 + 3 from 1 ms on, and 4 ms of work beside it.
+        # The second waits for the first: 3 + 3 from 1 ms on, and 4 ms of work beside it.
         (
             [Compute(1), launch("a", 20), launch("b", 20), Compute(4), Wait(("a", "b"), "gradients")],
             Processor(), 7, 2, 0,

@@ -1,4 +1,4 @@
-"""Events of made-up steps in milliseconds, and what stands in a Chrome trace."""
+"""Events of made-up steps in milliseconds, and the contents of a Chrome trace."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def names_of(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
 
 
 def assert_nested(events: list[dict[str, Any]]) -> None:
-    """Two slices of a thread are apart, or one lies in the other: anything else no viewer can draw."""
+    """Two slices of a thread are apart, or one is in the other: anything else no viewer can draw."""
     for one, other in itertools.combinations(sorted(events, key=lambda e: (e["ts"], -e["dur"])), 2):
         assert one["dur"] >= 0
         end = one["ts"] + one["dur"]

@@ -53,7 +53,7 @@ class RepresentedGrad:
 
 
 class ReducedGrad(Tensor):
-    """Stands for the reduced gradient of one parameter; see [Note: why .grad is a stand-in after reduce-scatter].
+    """Represents the reduced gradient of one parameter; see [Note: why .grad is a stand-in after reduce-scatter].
 
     Args:
         spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.

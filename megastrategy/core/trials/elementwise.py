@@ -78,7 +78,7 @@ class TrialStepError(NotForShardsError):
 
 
 def check_main_param_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that the optimizer can step fp32 main params in the place of whole 16-bit weights.
+    """Checks that the optimizer can step fp32 main params in place of whole 16-bit weights.
 
     No step is tried: whole parameters are stepped as under torch DDP, for the first time in the user's first step.
 

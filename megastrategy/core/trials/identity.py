@@ -25,7 +25,7 @@ from .values import NotForShardsError
 
 
 def check_identity(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that other tensors can be stepped in the place of the optimizer's parameters.
+    """Checks that other tensors can be stepped in place of the optimizer's parameters.
 
     Raises:
         NotForShardsError: if they cannot; see [Note: why an optimizer needs the Parameter objects].

@@ -5,7 +5,7 @@ A trial is valid for the options that it ran with. A ``weight_decay`` of zero le
 set by hand, by a schedule or by a loaded state, each rank would take the norms of its own shards, and nothing would
 show it. A decay that becomes another number multiplies the term that was tried. A term that was not there can couple
 elements: an option that was not there, a number that was zero, infinite or of the other sign (a clip that was off), and
-a flag, a word or None in the place of another. So the optimizer is tried once more with that. (Tensors are not looked
+a flag, a word or None in place of another. So the optimizer is tried once more with that. (Tensors are not looked
 into: that would wait for the device in every step.) Attributes of an optimizer that is not torch's are options, too, if
 they change between its steps.
 

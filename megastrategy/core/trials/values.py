@@ -28,8 +28,8 @@ class Copier:
     """Copies the objects that a step or a call may change in place: tensors, containers and plain objects.
 
     An object that is reached twice has one copy. Parameters, modules, optimizers, classes and functions are not copied:
-    that would copy the model, and a copied function would change what the user's does. ``replace`` returns what stands
-    for one in the copy, by default the object itself.
+    that would copy the model, and a copied function would change what the user's does. ``replace`` returns its
+    substitute in the copy, by default the object itself.
 
     Attributes:
         known: the copies by ``id`` of the original.

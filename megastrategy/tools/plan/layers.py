@@ -69,7 +69,7 @@ def measure_layers(
                 given = f"{_dtype(x)} of {tuple(x.shape)}"
                 where = "the sample" if number == 0 else f"what layer {number - 1} returns"
                 raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
-        # What a layer returns and the next saves, too, is one tensor; so is what lies between them and is a view of it.
+        # A tensor that a layer returns and the next also saves is one tensor; so are views of it between them.
         twice = measured.saved_input_bytes if is_saved else 0
         is_saved = measured.saves_output or (is_saved and measured.returns_input)
         found.append(
@@ -128,7 +128,7 @@ def _as_it_was(layer: nn.Module) -> Iterator[None]:
 
 
 class _LayerBehind(torch.autograd.Function):
-    """Stands for a layer behind: it saves nothing, and its backward makes a gradient that autograd alone holds."""
+    """Represents a layer behind: it saves nothing, and its backward makes a gradient that autograd alone holds."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, made: Callable[[Tensor], object]) -> Tensor:

@@ -387,7 +387,7 @@ def _holders(engine: Any) -> list[Any]:
 
 
 def _mains(engine: Any) -> dict[int, Tensor]:
-    """The shards and main params that optimizers step in the place of parameters on this rank, by parameter."""
+    """The shards and main params that optimizers step in place of parameters on this rank, by parameter."""
     return {index: shard.main for holder in _holders(engine) for index, shard in holder.shards.items()}
 
 

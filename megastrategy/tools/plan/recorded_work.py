@@ -208,7 +208,7 @@ def _labelled(step: Sequence[_Told], recorded: RecordedModel) -> _Labelled:
     label, waits = "forward", 0
     for (event, cpu), (after, cpu_after) in itertools.pairwise(step):
         label = _WITHIN.get(event.kind, label)
-        # Another microbatch begins: what lies between is work between steps as well.
+        # Another microbatch begins: the time between is work between steps as well.
         waits += (event.kind is EventKind.WAIT_START) - (event.kind is EventKind.WAIT_END)
         process[label] += (cpu_after[1] - cpu[1]) / 1e6
         if recorded.device_type == "cpu":

@@ -280,7 +280,7 @@ class _Tables:
         )
 
 
-# Bounds and simulation add the same numbers in another order: what is equal but for that must not be dropped.
+# Bounds and simulation add the same numbers in another order: what is equal except for that must not be dropped.
 _ROUNDING = 1e-9
 
 

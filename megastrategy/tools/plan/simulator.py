@@ -4,7 +4,7 @@
 Collectives are carried out one after the other, in the order of their launches, as the engine's are. One has phases:
 hops that take time and nothing else, and bytes that go as fast as the link lets them. Sending takes processor time as
 well, where the host does it (gloo). Then program and collective share the rank's cores: the collective gets what it
-needs up to half, or up to what the program leaves, which gets the rest. All ranks are alike, so one stands for all;
+needs up to half, or up to what the program leaves, which gets the rest. All ranks are alike, so one represents all;
 where a rank has half a core, its neighbour does the same at the same time.
 """
 

@@ -3,11 +3,12 @@
 [Note: what a stage holds]
 Always its weights, gradients and states, and what torch's stages receive into: every microbatch's input, and where
 anything up to there is trained, the gradient of its output. On the first stage that is the batch. A microbatch between
-its forward and its backward has what the layers' backwards need, but for the input, which lies where it was received,
-and the output, which the schedule keeps for the backward. The most is held in the forward of the last microbatch that
-runs ahead or in the first backward, in some layer: beside its own temporaries there is what the layers before it have
-saved. Where 1F1B alternates, one output and one input's gradient more are on their way to the neighbours. Under GPipe
-all that was sent, outputs and inputs' gradients, stays until the end of the step, when torch's schedule waits for it.
+its forward and its backward has the tensors for the layers' backwards, except for the input, which is where it was
+received, and the output, which the schedule keeps for the backward. The peak is in the forward of the last microbatch
+that runs ahead or in the first backward, in some layer: beside its own temporaries there is what the layers before it
+have saved. Where 1F1B alternates, one output and one input's gradient more are on their way to the neighbours. Under
+GPipe all that was sent, outputs and inputs' gradients, stays until the end of the step, when torch's schedule waits for
+it.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
     # Layers whose output shares the stage's output memory: without it, with it, and with layers behind that pass its
     # gradient on as it came into its buffer.
     beside = shared = passed = 0
-    is_received = True  # whether what the next layer takes lies where the stage received it
+    is_received = True  # whether the next layer's input is where the stage received it
     for number in range(start, len(layers)):
         layer, is_end = layers[number], number == len(layers) - 1
-        # The input is alive in the layer's forward, wherever it lies.
+        # The input is alive in the layer's forward, in any memory.
         is_there = is_received or layers[number - 1].saves_output
         forward = max(forward, saved + (0 if is_there else layer.input_bytes) + layer.forward_peak_bytes)
         saved += layer.saved_bytes - (layer.saved_input_bytes if is_received else 0)

@@ -34,7 +34,7 @@ class Work:
         ready: by parameter, the part of a backward, from 0 to 1, after which its gradient is there; those that get none
             are not in it.
         num_microbatches: of a step; all but the last are not synchronised.
-        forward_ms, loss_ms, backward_ms: of a microbatch; the loss is what lies between the other two.
+        forward_ms, loss_ms, backward_ms: of a microbatch; the loss is between the other two.
         before_step_ms: between the last backward and the optimizer's step: clipping, hooks.
         step_ms_per_numel: of the optimizer, for each element that it steps.
         step_ms_per_bucket: of the optimizer, for each bucket, whatever its size.

@@ -46,7 +46,7 @@ class _WithoutSharding(ast.NodeTransformer):
 
 @dataclasses.dataclass
 class _WithStrategy(ast.NodeTransformer):
-    """Imports ``name`` of ``module`` in the place of Lightning's strategy."""
+    """Imports ``name`` of ``module`` in place of Lightning's strategy."""
 
     module: str
     name: str

@@ -41,7 +41,7 @@ class Node:
             return []
 
     def kill(self) -> None:
-        """As if the machine had gone: the agent first, which would else say that its worker failed."""
+        """As if the machine had gone: the agent first, which would otherwise say that its worker failed."""
         workers = self.workers()
         self.agent.kill()
         for worker in workers:

@@ -95,7 +95,7 @@ def test_a_huge_parameter_is_staged_in_pieces_of_the_bucket_size(size: int, dtyp
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_memory_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
-    """With bf16 weights and Adam, but for the padding of buckets; the sums are all that is held of gradients."""
+    """With bf16 weights and Adam, except for the padding of buckets; the sums are all that is held of gradients."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(one_large(torch.bfloat16), config(bucket_size=1000), group)

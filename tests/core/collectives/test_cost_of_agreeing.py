@@ -45,7 +45,7 @@ class CountingStore:
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CountingStore, pytest.MonkeyPatch]]:
-    """In the place of the store of torch.distributed, which there is none of here."""
+    """In place of the store of torch.distributed, which there is none of here."""
     board = CountingStore()
     monkeypatch.setattr(deadlocks, "_notes_in_store", lambda name: board)
     return board, monkeypatch
@@ -63,7 +63,7 @@ def note(number: int) -> _Note:
 def test_a_rank_reads_all_notes_in_three_requests(num_waiting: int, board: Any) -> None:
     store, patch = board
     waiting = [DeadlockFinder(lambda: "1.0") for _ in range(num_waiting)]
-    for time in (1, 2):  # the second in the place of the first
+    for time in (1, 2):  # the second in place of the first
         for rank, waits in enumerate(waiting):
             as_rank(rank, patch)
             waits._write_note("1.0", note(time))

@@ -1,5 +1,5 @@
 """Ranks agree between their hosts: in a steady step nothing waits for the device, and a peer that is gone is noticed in
-bounded time. A double stands for the device."""
+bounded time. A double represents the device."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def is_within(param: nn.Parameter, flats: list[Tensor]) -> bool:
 @both_modes
 @pytest.mark.parametrize("change", [double, repoint, reshape, tie], ids=lambda change: change.__name__)
 def test_closing_keeps_what_became_of_the_parameters(change: Callable[[nn.Sequential], None], sharded: bool) -> None:
-    """And parameters that still lie in the buffer leave it."""
+    """And parameters that are still in the buffer leave it."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
@@ -321,7 +321,7 @@ def test_closing_keeps_what_became_of_the_parameters(change: Callable[[nn.Sequen
         assert [param.dtype for param in module.parameters()] == dtypes
         assert all(map(torch.equal, weights_of(module), weights))
         for flat in flats:
-            flat.fill_(torch.nan)  # would be seen through a parameter that still lies there
+            flat.fill_(torch.nan)  # would be seen through a parameter that is still there
         assert all(map(torch.equal, weights_of(module), weights))
         assert all(param.grad_dtype == param.dtype for param in module.parameters())
 

@@ -43,7 +43,7 @@ def test_buckets_are_launched_while_gradients_arrive_from_the_second_step_on(siz
         assert min(by_step[0]) == used, "nothing could go before the unused layer was known to be unused"
         for counts in by_step[1:]:
             assert counts[0] < used / 2
-            # all wait for no more than their own, but for the bucket of the last gradient and that of the unused layer
+            # all wait for no more than their own, except the bucket of the last gradient and that of the unused layer
             assert len(counts) > 5
             assert max(counts[:-2]) < used
 

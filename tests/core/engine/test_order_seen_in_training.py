@@ -145,7 +145,7 @@ def test_training_is_the_same_to_the_bit(case: Case) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [CASES["main params and groups"], Case(step_every=3)])
 def test_on_three_ranks_all_have_the_same_weights(case: Case) -> None:
-    """Sums over three ranks depend on where an element lies in its bucket, in the last bit."""
+    """Sums over three ranks depend on an element's place in its bucket, in the last bit."""
     ours, reference = train(case, 3, moving=True), train(case, 3, moving=False)
     for outcome in ours:
         for name, value in outcome.weights.items():

@@ -154,7 +154,7 @@ def test_neither_a_copy_nor_kept_nodes_keep_a_model_alive() -> None:
 
 
 class _Streams:
-    """In the place of a device's: one current stream, by name, and on which stream each node was asked for."""
+    """In place of a device's: one current stream, by name, and on which stream each node was asked for."""
 
     def __init__(self) -> None:
         self.current = "loop"

@@ -254,7 +254,7 @@ def test_module_buffers_that_came_in_training_are_broadcast() -> None:
 
 
 def test_a_replacement_is_noticed_after_a_module_came() -> None:
-    """Who has come before is not taken for what came in the place of something."""
+    """Who has come before is not taken for what came in place of something."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         net = Net()

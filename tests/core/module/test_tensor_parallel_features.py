@@ -129,7 +129,7 @@ def test_a_model_that_inductor_has_compiled_trains_to_the_same_weights(answered:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 @pytest.mark.real_collectives("counts what the rings send")
 def test_what_data_parallel_ranks_send_is_the_floor_of_the_local_size(answered: list[dict[str, Any]]) -> None:
-    """8(d-1)/d bytes for each parameter, or part of one, that lies here: gradients reduced and weights gathered."""
+    """8(d-1)/d bytes for each parameter, or part of one, on this rank: gradients reduced and weights gathered."""
     for received, numel in (answer["bytes"] for answer in answered):
         assert 1.0 <= received / (8 * numel / 2) < 1.02
 

@@ -107,7 +107,7 @@ def test_owners_stay_when_others_join() -> None:
 
 @pytest.mark.parametrize(("size", "embedding"), [(2, 600), (4, 300), (8, 300)])
 def test_what_is_larger_than_a_ranks_part_has_an_owner_of_its_own(size: int, embedding: int) -> None:
-    """An embedding lies in the last bucket, to which others would come when all ranks have their parts already."""
+    """An embedding is in the last bucket, to which others would come when all ranks have their parts already."""
     shapes = [(embedding, 8), *12 * [(16, 8), (4, 8)], (8, 8)]
     specs = [ParamSpec(f"p{n}", shape, (shape[1], 1), torch.float32, torch.float32) for n, shape in enumerate(shapes)]
     layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=SOME), size)
@@ -255,7 +255,7 @@ def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
 def test_instances_have_owners_each(kind: str) -> None:
-    """Two instances of two ranks: as one of four, but for the order of sums."""
+    """Two instances of two ranks: as one of four, except for the order of sums."""
     run = WholeRun(kind=kind, steps=5)
     config = DistributedDataParallelConfig(bucket_size=SOME, num_distributed_optimizer_instances=2)
     assert_close(train_with_ours(run, 4, config), train_with_ddp(run, 4), 1e-4)

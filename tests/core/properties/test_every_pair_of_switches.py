@@ -189,7 +189,7 @@ class Watched:
             assert is_early
 
     def check_memory_of_grads(self) -> None:
-        """Whole gradients lie in buffers, as the layout says, or where autograd put them; of parts none is shown."""
+        """Whole gradients are in buffers, as the layout says, or where autograd put them; of parts none is shown."""
         shown = [(param.grad, slot) for param, slot in zip(self.model.engine.params, self.layout.slots, strict=True)]
         if self.row.config.use_distributed_optimizer:
             assert {type(grad) for grad, _ in shown} <= {type(None), ReducedGrad}
@@ -265,7 +265,7 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
     """Weights, module buffers, losses and optimizer state are torch DDP's to the bit, of a run with ``changes``.
 
     With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding. Where
-    changes of weights are sent, it is weights and remainder together, but for the rounding of that sum in each step.
+    changes of weights are sent, it is weights and remainder together, except for the rounding of that sum in each step.
     State that is kept in 16 bits is torch DDP's, rounded after each step in the same way.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32, **changes)

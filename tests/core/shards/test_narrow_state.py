@@ -385,7 +385,7 @@ def test_on_one_rank_nothing_is_narrow() -> None:
 
 
 def test_nobody_else_imports_it() -> None:
-    """At the top level of a module, but for types."""
+    """At the top level of a module, except for types."""
     own = {"state_storage", "low_bits", "random_rounding"}
     for path in Path(megastrategy.__file__).parent.rglob("*.py"):
         if path.stem in own:

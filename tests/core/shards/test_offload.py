@@ -26,7 +26,7 @@ NUM_PIECES, NUMEL, NUM_STEPS = 7, 6, 3
 
 
 class Memory:
-    """The device's memory: blocks of one size, in the place of ``torch.empty``."""
+    """The device's memory: blocks of one size, in place of ``torch.empty``."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []

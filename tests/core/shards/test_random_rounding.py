@@ -1,4 +1,4 @@
-"""Rounding at random: right on the mean, the same wherever an element lies, and as the page has it."""
+"""Rounding at random: right on the mean, the same at any place of an element, and as the page has it."""
 
 from __future__ import annotations
 

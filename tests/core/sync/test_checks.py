@@ -436,7 +436,7 @@ def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str
 
 @pytest.mark.real_collectives("times a delay in gloo's thread")
 def test_waiting_lies_between_its_events() -> None:
-    """Exposed communication is what lies between WAIT_START and WAIT_END: at least the delay, for either kind."""
+    """Exposed communication is the time between WAIT_START and WAIT_END: at least the delay, for either kind."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         events: list[Event] = []
@@ -460,7 +460,7 @@ def test_waiting_lies_between_its_events() -> None:
 
 @pytest.mark.parametrize("waits_for", ["gradients", "weights"])
 def test_waiting_that_ends_in_an_error_has_its_end_event_too(waits_for: str) -> None:
-    """Or a listener that adds up what lies between would take all the rest of the run for communication."""
+    """Or a listener that adds up the time between would take all the rest of the run for communication."""
     events: list[Event] = []
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -377,7 +377,7 @@ def test_two_optimizers_whose_parameters_share_a_bucket(wire: dict[str, str]) ->
 
 
 def test_weights_that_are_written_are_those_of_the_next_step() -> None:
-    """But for what was left out before, which is a rounding of the last change."""
+    """Except for what was left out before, which is a rounding of the last change."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         ours = Ours(group, lambda params: torch.optim.SGD(params, lr=0.01), **BOTH)

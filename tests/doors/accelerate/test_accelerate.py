@@ -39,7 +39,7 @@ def test_a_loop_ends_in_the_bits_of_torch_ddp(worlds: Worlds, mode: dict[str, An
 @pytest.mark.parametrize("norm", [0.05, 1e3])
 def test_clipping_by_norm(worlds: Worlds, mode: dict[str, Any], norm: float) -> None:
     """Summed by shards: within 1e-6, the same bits on both ranks, and to the bit where nothing is clipped."""
-    # not Adam: the bias before BatchNorm has a gradient of zero but for rounding, which Adam would make steps of
+    # not Adam: the bias before BatchNorm has a gradient of zero except for rounding, which Adam would make steps of
     options: dict[str, Any] = {"clip": ("norm", norm), "gradient_accumulation_steps": 2, "make_optimizer": sgd}
     expected = worlds.run(train, "ddp", **options)
     assert min(expected[0].norms) > 0.05

@@ -40,7 +40,7 @@ def copies(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
 
 @both_modes
 def test_copies_are_made_in_mid_training(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
-    """Copies own their memory, and a saved parameter does not bring the buffer it lies in."""
+    """Copies own their memory, and a saved parameter does not bring its buffer."""
     ours = ranks.run(copies, "megatron_ddp", options, folder=str(tmp_path))
     theirs = ranks.run(copies, "ddp", {}, folder=str(tmp_path))
     for mine, other in zip(ours, theirs, strict=True):

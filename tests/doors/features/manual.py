@@ -401,7 +401,7 @@ FEATURES = [
 
 BEYOND = [
     Beyond(
-        'The GAN of Lightning\'s documentation trains as it stands; `strategy="ddp"` raises in its second backward and '
+        'The GAN of Lightning\'s documentation trains unchanged; `strategy="ddp"` raises in its second backward and '
         "asks for `find_unused_parameters=True`",
         "lightning/test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
     ),

@@ -242,7 +242,7 @@ class Containers(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """Convolutions whose weights lie in memory with the channels last, which decides how their gradients lie."""
+    """Convolutions whose weights are in memory with the channels last, which decides how their gradients lie."""
 
     def __init__(self) -> None:
         super().__init__()

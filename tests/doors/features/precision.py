@@ -120,7 +120,7 @@ def sixteen_bit(name: str, strategy_options: dict[str, Any], **options: Any) -> 
 
 
 class Linear8(nn.Linear):
-    """Stands for a layer that computes in a narrow type: here it rounds its input to 8 bits of mantissa and back."""
+    """Represents a layer that computes in a narrow type: here it rounds its input to 8 bits of mantissa and back."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.bfloat16().to(self.weight.dtype), self.weight, self.bias)

@@ -243,7 +243,7 @@ def test_the_trial_run_of_the_learning_rate_finder_is_not_counted(ranks: Ranks, 
 
 
 def monitored_after_a_trial(folder: str) -> Lines:
-    """The finder stands first, so that its trial runs inside of the monitored fit's start."""
+    """The finder comes first, so that its trial runs inside of the monitored fit's start."""
     finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
     options = {"callbacks": [finder], "log_every_n_steps": 4, "max_epochs": 1, "default_root_dir": folder}
     return monitored(WithRate, None, **options)

@@ -115,7 +115,7 @@ def test_parameters_replaced_in_mid_fit_are_refused_by_name(ranks: Ranks, mode: 
 
 
 class Replaces(Callback):
-    """Puts a copy in the place of a layer, after the first epoch."""
+    """Puts a copy in place of a layer, after the first epoch."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 0:

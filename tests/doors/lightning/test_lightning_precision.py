@@ -152,7 +152,7 @@ def test_16_bit_weights_equal_a_loop_by_hand_with_fp32_main_params(
 def test_an_infinite_gradient_on_one_rank_skips_one_step_on_both_and_halves_the_scale_once(
     ranks: Ranks, sharded: bool, clip: dict[str, Any]
 ) -> None:
-    """After the reduce-scatter the infinity lies in one rank's shard, and all must agree: else weights diverge."""
+    """After the reduce-scatter the infinity is in one rank's shard, and all must agree: else weights diverge."""
     results = ranks.run(scaled, "megatron_ddp", {"use_distributed_optimizer": sharded}, overflow=True, **clip)
     for result in results:
         assert result.moved == [True] * 3 + [False] + [True] * 10

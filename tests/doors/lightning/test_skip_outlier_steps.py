@@ -1,4 +1,4 @@
-"""``SkipOutlierSteps``: what stands out changes nothing, on all ranks alike."""
+"""``SkipOutlierSteps``: an outlier changes nothing, on all ranks alike."""
 
 from __future__ import annotations
 

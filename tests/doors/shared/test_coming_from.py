@@ -67,7 +67,7 @@ def test_what_is_said_to_be_here_is_here() -> None:
     options = {field.name for field in dataclasses.fields(MegatronDDPPlugin)}
     known = options | {field.name for field in dataclasses.fields(TrainingArguments)} | set(dir(Accelerator))
     known |= set(inspect.signature(accelerate.Accelerator.__init__).parameters)
-    # values, and what stands on the left of the same row
+    # values, and the left of the same row
     known |= {"full", "sharded", "reduce_dtype", "comm_hook", "batch_size", "zero_allow_untested_optimizer"}
     known |= {"parallelize_module", "configure_model", "strict_loading"}  # torch's and Lightning's
     for heading in headings():

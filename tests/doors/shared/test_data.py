@@ -63,7 +63,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6
 def test_runs_that_are_cut_train_one_permutation(
     size: int, runs: list[tuple[int, int, int]], last: tuple[int, int], drop_last: bool
 ) -> None:
-    """Exactly, but for what does not divide by the ranks at the very end: torch's sampler repeats or leaves it out,
+    """Exactly, except for what does not divide by the ranks at the very end: torch's sampler repeats or leaves it out,
     too."""
     seen: list[int] = []
     state: dict[str, Any] = ResumableSampler(Numbers(size), seed=5).state_at(3, 0)

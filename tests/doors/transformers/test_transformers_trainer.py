@@ -182,7 +182,7 @@ def test_adafactor_is_sharded_by_whole_parameters(worlds: Worlds, tmp_path: Path
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=resumes_on_cpus)], ids=["2 -> 1", "1 -> 2"])
 def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
-    """As torch DDP resumes from the same files, to the bit; and as if it had not stopped, but for the order of sums."""
+    """As torch DDP resumes from the same files, to the bit; and as if it had not stopped, except the order of sums."""
     first, second = sizes
 
     def options(size: int) -> dict[str, Any]:
