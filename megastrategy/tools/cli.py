@@ -1,4 +1,4 @@
-"""The ``megastrategy`` command's way in, which says what to install where its dependencies are not."""
+"""The entry point of the ``megastrategy`` command, which names missing dependencies."""
 
 from __future__ import annotations
 

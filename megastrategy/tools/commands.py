@@ -15,13 +15,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from .. import __version__
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
-from .command_line import Command, Group
+from .checkpoint_parts import Advance, read_file
+from .checkpoint_parts import Progress as Tell
+from .click_commands import Command, Group
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
 from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
-from .parts import Advance, read_file
-from .parts import Progress as Tell
 from .plan.command import plan_command
 from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core import is_directory_checkpoint
+from .checkpoint_parts import Parts, read_directory_parts, read_file
 from .folders import SHARDED, SavedFile, read_folder, read_weights_file
-from .foreign import check_readable, is_safetensors
-from .parts import Parts, read_directory_parts, read_file
+from .foreign_paths import check_readable, is_safetensors
 
 
 @dataclasses.dataclass(frozen=True)

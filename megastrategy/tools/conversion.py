@@ -24,8 +24,7 @@ from .._checkpoints.files import save_file
 from .._checkpoints.not_tensors import not_tensors
 from .._checkpoints.paths import replace_path, sync_directory
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
-from .param_names import Names
-from .parts import (
+from .checkpoint_parts import (
     Advance,
     Parts,
     Progress,
@@ -36,6 +35,7 @@ from .parts import (
     read_metadata,
     silent,
 )
+from .param_names import Names
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

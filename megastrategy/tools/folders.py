@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..core import CheckpointError, is_directory_checkpoint
-from .foreign import describe_file, describe_folder
-from .parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
+from .checkpoint_parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
+from .foreign_paths import describe_file, describe_folder
 
 SHARDED = "megatron_ddp"
 """The directory in the folder that ``state_dict_type="sharded"`` puts in place of weights and optimizers."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core import CheckpointError, is_directory_checkpoint
-from .parts import Parts, read_directory_parts
+from .checkpoint_parts import Parts, read_directory_parts
 
 Names = dict[str, list[list[str]]]
 """Parameter names by optimizer, group by group."""

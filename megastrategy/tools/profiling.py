@@ -24,7 +24,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core import DistributedDataParallel, Event, EventKind, combine_listeners
-from .recorded import RecordedModel, cpu_now_ns
+from .recorded_model import RecordedModel, cpu_now_ns
 from .timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step
 
 _RANK_PROGRAM = "megastrategy.tools.profiling"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import Event, EventKind
-from .recorded import RecordedModel
+from .recorded_model import RecordedModel
 
 _Interval = tuple[int, int]
 

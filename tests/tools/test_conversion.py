@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
-from megastrategy.tools import parts
+from megastrategy.tools import checkpoint_parts
+from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.conversion import consolidate, convert, default_file
 from megastrategy.tools.param_names import names_from, names_from_module, names_in_file
-from megastrategy.tools.parts import read_file
 from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
 from tests.doors.lightning.test_lightning_checkpoints import (
     amsgrad_in_groups,
@@ -64,7 +64,7 @@ def assert_same_directories(actual: Path, expected: Path) -> None:
 
 
 def test_the_tool_knows_the_key_that_strategies_write() -> None:
-    assert parts.MAIN_PARAMS_KEY == MAIN_PARAMS_KEY
+    assert checkpoint_parts.MAIN_PARAMS_KEY == MAIN_PARAMS_KEY
 
 
 # --- a Trainer's -----------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint.state_dict_loader, torch.distributed.checkpoint.state_dict_saver
 from megastrategy.tools.conversion import consolidate, convert
-from megastrategy.tools.parts import read_file
+from megastrategy.tools.checkpoint_parts import read_file
 
 folder, allowed = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
+from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.param_names import names_from
-from megastrategy.tools.parts import read_file
 from tests.doors.lightning.test_lightning_checkpoints import assert_same_value
 from tests.doors.rank_processes import Ranks
 from tests.support.optimizers import InBlocks, KeepsNested, MatricesAndRest, Shampoo

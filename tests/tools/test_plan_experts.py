@@ -21,7 +21,7 @@ from megastrategy.tools.plan.simulator import Link, Processor
 from megastrategy.tools.plan.steps import Network, Schedule, Work
 from megastrategy.tools.plan.timing import Training, predict
 from megastrategy.tools.planned_layout import expert_domain, planned_layout
-from megastrategy.tools.recorded import RecordedModel
+from megastrategy.tools.recorded_model import RecordedModel
 from tests.core.properties.test_memory import bytes_of
 from tests.support.processes import run_processes
 from tests.support.scripts import run_script

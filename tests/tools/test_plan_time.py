@@ -23,7 +23,7 @@ from megastrategy.tools.plan.simulator import Link, Processor
 from megastrategy.tools.plan.steps import Network, simulate_step
 from megastrategy.tools.plan.timing import of_operations, of_profile, predict
 from megastrategy.tools.profiling import Recorder
-from megastrategy.tools.recorded import RecordedModel
+from megastrategy.tools.recorded_model import RecordedModel
 from megastrategy.tools.timeline import ModelEvents, RankEvents
 from tests.support.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..command_line import Command
+from ..click_commands import Command
 from .cards import Card, parse_cards
 from .layers import first_line
 from .links import parse_flops, parse_link

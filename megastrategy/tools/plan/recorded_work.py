@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core import Event, EventKind
-from ..recorded import RecordedModel
+from ..recorded_model import RecordedModel
 from ..summary import rank_times
 from ..timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step, spans_of
 from .simulator import Link, Processor

@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import CheckpointError, OpenDirectory, host_collectives
+from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.contents import inspect_checkpoint
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.param_names import names_from
-from megastrategy.tools.parts import read_file
 from tests.support.processes import run_processes
 from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import meshes, whole

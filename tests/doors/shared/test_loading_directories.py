@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megastrategy import DistributedOptimizer
 from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError
+from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.conversion import consolidate, convert
-from megastrategy.tools.parts import read_file
 from tests.support.comparison import assert_equal
 
 from ..accelerate_loops import Worlds, adamw, make_accelerator

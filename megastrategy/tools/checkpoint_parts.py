@@ -16,7 +16,7 @@ from torch import Tensor
 from .._checkpoints.files import load_file
 from .._checkpoints.not_tensors import NOT_TENSORS
 from ..core import EXTRA_FILE, CheckpointError, describe_missing_elements, is_directory_checkpoint
-from .foreign import check_readable, describe_file, describe_folder
+from .foreign_paths import check_readable, describe_file, describe_folder
 from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
