@@ -3,7 +3,7 @@ and resumes as in one process that has all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
@@ -220,6 +221,48 @@ def test_a_checkpoint_goes_on_under_any_division(
     mesh.run(fit, STRATEGIES[reader], RANKS, tmp_path / "2", 2, source, evaluates=False)
     for part in ("state_dict", "optimizer_states"):
         assert_close(read(tmp_path / "2")[part], read(alone[0] / "2")[part])
+
+
+# --- averages by tokens ----------------------------------------------------------------------------------------------
+
+
+class Ragged(LitExperts):
+    """Counts the labels that are not 0, of which each rank has another number."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss, num_tokens = loss_of_some(self.model, batch)
+        self.trainer.strategy.loss_tokens(num_tokens)  # type: ignore[attr-defined] # ours
+        return loss / num_tokens
+
+
+def loss_of_some(model: Model, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    x, y = batch
+    return functional.cross_entropy(model(x), y, ignore_index=0, reduction="sum"), int((y != 0).sum())
+
+
+def fit_ragged(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = Ragged()
+    make_trainer(MegatronDDPStrategy(bucket_size=200, **options), max_epochs=1).fit(module, loader(RANKS))
+    return {name: whole(param) for name, param in module.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["ep2", pytest.param("ep4", marks=pytest.mark.long)])
+def test_losses_of_different_numbers_of_tokens_train_as_their_mean(mesh: Ranks, name: str) -> None:
+    """An expert's gradients come from the losses of several ranks, and each has the weight of its loss."""
+    module, samples = LitExperts(), loader(RANKS).dataset
+    optimizer = module.configure_optimizers()
+    in_turn = torch.tensor(list(OfAllRanks(samples, shuffle=True))).view(STEPS, RANKS, BATCH_SIZE)
+    numbers = set()
+    for step in in_turn:
+        optimizer.zero_grad()
+        each = [loss_of_some(module.model, samples[own]) for own in step]
+        numbers |= {num_tokens for _, num_tokens in each}
+        (sum(loss for loss, _ in each) / sum(num_tokens for _, num_tokens in each)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert len(numbers) > 2
+    expected = {key: param.detach() for key, param in module.model.named_parameters()}
+    for weights in mesh.run(fit_ragged, STRATEGIES[name]):
+        assert_close(weights, expected)
 
 
 # --- callbacks, precisions, meta, exceptions -------------------------------------------------------------------------
