@@ -359,8 +359,8 @@ FEATURES = [
         "BatchNorm's statistics and the metrics of validation",
         manual,
         {"kind": OncePerBatch, "max_epochs": 2, "val_check_interval": 3},
-        note="module buffers are broadcast before the first forward and never again: each rank has statistics of its "
-        'own, as under `"ddp"`; `Trainer(sync_batchnorm=True)` makes them one',
+        note="module buffers are broadcast before the first forward and never again: each rank has its own "
+        'statistics, as under `"ddp"`; `Trainer(sync_batchnorm=True)` makes them one',
     ),
     row("two backwards, the first in block_backward_sync", LocalThenSynchronised),
     row("a step every third batch, block_backward_sync before", LocalOverBatches),
@@ -371,7 +371,7 @@ FEATURES = [
         "a step every other batch, validation between",
         manual,
         {"kind": NoStepInOddBatches, "val_check_interval": 2},
-        note="before validation Lightning zeroes gradients, those that wait for a step too",
+        note="before validation Lightning zeroes gradients, including those that wait for a step",
     ),
     row("optimizer.step(closure)", Closures),
     row(
@@ -387,7 +387,7 @@ FEATURES = [
         "two optimizers, toggle_model(sync_grad=...)",
         ToggledModel,
         rtol=1e-6,
-        note="what one accumulated is sent with the other's synchronised backward, and again with its own",
+        note="gradients accumulated for one are sent with the other's synchronised backward, and again with its own",
     ),
     row("two optimizers, not toggled", NotToggled),
     row("an optimizer's step while its parameters are toggled off", StepsToggledOff),
@@ -406,8 +406,8 @@ BEYOND = [
         "lightning/test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
     ),
     Beyond(
-        "`loss.backward()` in manual optimization, without `self.manual_backward`: synchronised, where the ranks of "
-        '`"ddp"` part',
+        "`loss.backward()` in manual optimization, without `self.manual_backward`: synchronised; under "
+        '`"ddp"` the ranks diverge',
         "lightning/test_lightning_manual.py::test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp",
     ),
 ]

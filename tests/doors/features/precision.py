@@ -1,4 +1,4 @@
-"""Every precision, with and without a loss scale, and plugins of the user's own."""
+"""Every precision, with and without a loss scale, and users' plugins."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def sixteen_bit(name: str, strategy_options: dict[str, Any], **options: Any) -> 
     return fit(name, strategy_options={**strategy_options, **reduced}, module=module, **options)
 
 
-# --- plugins of the user's own ---------------------------------------------------------------------------------------
+# --- plugins of users ------------------------------------------------------------------------------------------------
 
 
 class Linear8(nn.Linear):
@@ -210,7 +210,7 @@ def own_plugin_in_bf16(name: str, strategy_options: dict[str, Any]) -> tuple[Fit
 NORM = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
 VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 BY_HAND = '`"ddp"` with fp32 main params written by hand; `grad_reduce_in_fp32=False` here, as under `"ddp"`'
-OWN = "a `Precision` of the user's own"
+OWN = "a user's `Precision`"
 
 FEATURES = [
     Feature("Precision", "32-true", fit_once, {"precision": "32-true"}),
@@ -226,7 +226,7 @@ FEATURES = [
         "Precision",
         "replaced layers, contexts, converted input",
         own_plugin,
-        note=f"{OWN} that overrides what transformer-engine's does",
+        note=f"{OWN} that overrides the methods of transformer-engine's",
     ),
     Feature("Precision", "the same with bf16 weights", own_plugin_in_bf16, note=BY_HAND),
     Feature(
@@ -234,7 +234,7 @@ FEATURES = [
         "overridden step and clipping by value",
         own_plugin,
         {"kind": CountingPrecision, **VALUE},
-        note=f"{OWN}; `super()` in it reaches the engine's clipping",
+        note=f"{OWN}; its `super()` reaches the engine's clipping",
     ),
     Feature(
         "Precision",
@@ -242,13 +242,13 @@ FEATURES = [
         own_plugin,
         {"kind": CountingPrecision, **NORM},
         rtol=1e-6,
-        note=f"{OWN}; `super()` in it reaches the engine's clipping",
+        note=f"{OWN}; its `super()` reaches the engine's clipping",
     ),
 ]
 
 BEYOND = [
     Beyond(
-        "bf16-true trains on where updates are smaller than a weight's last bit: fp32 main params",
+        "bf16-true still learns if updates are smaller than a weight's last bit: fp32 main params",
         "lightning/test_lightning_precision.py::test_bf16_weights_stall_under_ddp_and_learn_here",
     ),
 ]
