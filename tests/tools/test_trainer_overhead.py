@@ -31,15 +31,16 @@ def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> 
 
 @pytest.mark.fresh
 @pytest.mark.long
-def test_tensor_parallel_engines_train_to_the_same_losses_in_turns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--rounds", "2", "--steps", "1", "--out", tmp_path]
+@pytest.mark.parametrize("name", ["tensor_parallel", "experts"])
+def test_engines_of_a_mesh_train_to_the_same_losses_in_turns(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", "2", "--steps", "1", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "tensor_parallel.json").read_text())
-    assert written["losses"].keys() >= {"ours", "fsdp2", "replicate"}
-    for name in written["losses"]:
-        assert name in done.stdout
-        assert len(written[name]["step_ms"]["samples"]) == 2
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert written["losses"].keys() >= {"ours", "fsdp2"}
+    for engine in written["losses"]:
+        assert engine in done.stdout
+        assert len(written[engine]["step_ms"]["samples"]) == 2
 
 
 @pytest.mark.fresh
