@@ -227,7 +227,7 @@ def test_a_checkpoint_goes_on_under_any_division(
 
 
 class Ragged(LitExperts):
-    """Counts the labels that are not 0, of which each rank has another number."""
+    """Counts the labels that are not 0; their number differs by rank."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss, num_tokens = loss_of_some(self.model, batch)
