@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
@@ -120,14 +121,18 @@ class Model(nn.Module):
 
     def __init__(self, num_experts: int, *, uses_idle: bool = True) -> None:
         super().__init__()
-        self.num_used = 2  # layers
+        self.num_used, self.recomputes = 2, ""  # layers
         self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList([Experts(num_experts, uses_idle=uses_idle) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        for layer in self.layers[: self.num_used]:
-            hidden = layer(hidden)
+        layers = [*self.layers[: self.num_used]]
+        for layer in [layers[0], *layers] if self.recomputes else layers:
+            if self.recomputes:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.recomputes == "reentrant")
+            else:
+                hidden = layer(hidden)
         out: Tensor = self.head(hidden)
         return out
 
@@ -140,6 +145,7 @@ class Model(nn.Module):
     def prepare(self, case: Case, step: int) -> None:
         """Crowds all tokens on the first two experts, and leaves the last layer out, in the steps that a case names."""
         self.num_used = 1 if step in case.shallow_steps else 2
+        self.recomputes = case.recomputes
         for layer in self.layers:
             layer.bias[:2] = 10.0 if step in case.crowded_steps else 0.0  # type: ignore[index, operator]
 
@@ -147,7 +153,8 @@ class Model(nn.Module):
 @dataclasses.dataclass(frozen=True)
 class Case:
     """``ep``: ranks over which the experts are divided. ``syncs_each``: whether each microbatch's backward reduces.
-    ``crowded_steps``: all tokens are for the first two experts. ``shallow_steps``: the last layer is unused.
+    ``recomputes``: "reentrant" or "not reentrant", and the first layer is used twice. ``crowded_steps``: all tokens are
+    for the first two experts. ``shallow_steps``: the last layer is unused.
     """
 
     ep: int
@@ -159,6 +166,7 @@ class Case:
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float32
     steps: int = 6
+    recomputes: str = ""
     crowded_steps: tuple[int, ...] = ()
     shallow_steps: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()

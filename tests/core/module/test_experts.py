@@ -57,6 +57,24 @@ CASES = {
 ROUNDED = {
     "gradients sent in bf16": Case(2, options=(("grad_wire_dtype", "bf16"),)),
     "gradients and weights sent in int8": Case(2, options=(("grad_wire_dtype", "int8"), ("param_wire_dtype", "int8"))),
+    "gradients and weights sent in bf16, no copies": Case(
+        4, options=(("grad_wire_dtype", "bf16"), ("param_wire_dtype", "bf16"))
+    ),
+    "gradients and weights sent in bf16, instances": Case(
+        2,
+        options=(
+            ("grad_wire_dtype", "bf16"),
+            ("param_wire_dtype", "bf16"),
+            ("num_distributed_optimizer_instances", 2),
+        ),
+    ),
+    "gradients sent in int8, pooled": Case(2, options=(("grad_wire_dtype", "int8"), ("grad_buffer", "pooled"))),
+    "gradients summed in fp32": Case(
+        2,
+        dtype=torch.bfloat16,
+        options=(("grad_reduce_in_fp32", False), ("reduce_scatter_with_fp32_accumulation", True)),
+    ),
+    "state in bf16": Case(2, optimizer="adamw", options=(("optimizer_state_dtype", "bf16"),)),
     "bf16 weights": Case(2, dtype=torch.bfloat16),
     "bf16 weights, remainders": Case(2, dtype=torch.bfloat16, options=(("store_param_remainders", True),)),
 }
@@ -75,7 +93,7 @@ def test_they_train_as_in_one_process(ranks: list[dict[str, Outcome]], name: str
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_ones_train_nearly_as_in_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
     case = ROUNDED[name]
-    expected: Any = train_alone(Case(case.ep, steps=case.steps), RANKS)
+    expected: Any = train_alone(Case(case.ep, steps=case.steps, optimizer=case.optimizer), RANKS)
     for by_case in ranks:
         for key, weight in by_case[name].weights.items():
             torch.testing.assert_close(weight.float(), expected.weights[key], rtol=0.0, atol=0.05)
@@ -326,6 +344,7 @@ def refuse_each() -> dict[str, str]:
         said[name] = str(raised.value)
 
     attempt("one dimension", other["b"])
+    attempt("other ranks", DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("edp", "ep")))
     attempt("promise", other, find_unused_parameters=False)
     attempt("instances", expert_mesh(4), num_distributed_optimizer_instances=2)
     attempt(
@@ -352,6 +371,7 @@ def refuse_each() -> dict[str, str]:
 def test_what_does_not_go_together_is_refused_by_name() -> None:
     for said in run_processes(RANKS, refuse_each):
         assert "two dimensions with names are expected" in said["one dimension"]
+        assert "expert_mesh has the ranks [0, 1], and the data-parallel ranks are [0, 1, 2, 3]" in said["other ranks"]
         assert "a multiple of the 4 ranks that experts are divided over" in said["instances"]
         assert "Leave both out with expert_mesh" in said["promise"]
         assert "use_contiguous_buffers=False is not supported with expert_mesh" in said["no buffers"]
