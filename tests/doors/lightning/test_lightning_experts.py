@@ -3,6 +3,8 @@ and resumes as in one process that has all of them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -348,6 +350,17 @@ def test_after_an_exception_only_a_whole_model_is_saved_and_the_next_fit_trains(
 ) -> None:
     assert mesh.run(fit_raising, options, tmp_path / "saved") == [["in the third step"]] * RANKS
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == num_saved
+
+
+@pytest.mark.fresh
+def test_strategies_without_experts_do_not_import_them() -> None:
+    code = (
+        "import sys, megastrategy.lightning as pl, megastrategy.fabric as fabric, megastrategy.accelerate as hf;"
+        "pl.MegatronDDPStrategy(), fabric.MegatronDDPStrategy(), hf.MegatronDDPPlugin();"
+        "print('megastrategy.core.module.experts' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
