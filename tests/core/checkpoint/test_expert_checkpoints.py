@@ -22,21 +22,39 @@ from tests.support.experts import Case, Experts, Trainee, batch_of, make_module,
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import whole
 
-DIVISIONS = {1: (1,), 2: (1, 2), 4: (1, 2, 4), 8: (4,)}
-"""By number of ranks, the numbers of expert ranks."""
-WORLDS = [f"{ep} of {size}" for size, eps in DIVISIONS.items() for ep in eps]
+INSTANCES = (("num_distributed_optimizer_instances", 2),)
+DIVISIONS: dict[int, list[tuple[int, Any]]] = {
+    1: [(1, ())],
+    2: [(1, ()), (2, ())],
+    4: [(1, ()), (2, ()), (4, ()), (2, INSTANCES)],
+    8: [(4, ())],
+}
+"""By number of ranks, the numbers of expert ranks, with options."""
+WORLDS = [
+    f"{ep} of {size}{' with instances' if options else ''}" for size, each in DIVISIONS.items() for ep, options in each
+]
 
 
-def case_of(ep: int, num_experts: int) -> Case:
-    return Case(ep, num_experts=num_experts, optimizer="adamw")
+def cases_of(num_experts: int) -> dict[str, Case]:
+    """The cases on this number of ranks, by name. Those of four experts have bf16 weights, and fp32 main params."""
+    dtype, size = torch.bfloat16 if num_experts == 4 else torch.float32, dist.get_world_size()
+    cases = [
+        Case(ep, num_experts=num_experts, optimizer="adamw", dtype=dtype, options=options)
+        for ep, options in DIVISIONS[size]
+    ]
+    return dict(zip((name for name in WORLDS if f"of {size}" in name), cases, strict=True))
 
 
 def write(trainee: Trainee, path: Path) -> None:
     """Writes a file and a directory."""
     weights = {name: whole(param) for name, param in trainee.module.named_parameters()}
-    state = trainee.optimizer.state_dict()
+    saved = {
+        "weights": weights,
+        "optimizer": trainee.optimizer.state_dict(),
+        "main_params": trainee.optimizer.main_params(),
+    }
     if dist.get_rank() == 0:
-        torch.save({"weights": weights, "optimizer": state}, path.with_suffix(".pt"))
+        torch.save(saved, path.with_suffix(".pt"))
     parts = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.sharded_state_dict()}
     save_directory(parts, {}, path, host_collectives())
 
@@ -53,28 +71,27 @@ def read(trainee: Trainee, path: Path, form: str) -> None:
                 value = distribute_tensor(value, param.device_mesh, [Shard(0)])
             param.detach().copy_(value)
         trainee.optimizer.load_state_dict(saved["optimizer"])
+        trainee.optimizer.load_main_params(saved["main_params"])
     else:
         trainee.module.load_state_dict(OpenDirectory(path).read_weights("model", trainee.module))
         trainee.optimizer.load_sharded(path)
 
 
 def write_each(folder: Path, num_experts: int) -> None:
-    size = dist.get_world_size()
-    for ep in DIVISIONS[size]:
-        trainee = Trainee.make(case_of(ep, num_experts))
+    for name, case in cases_of(num_experts).items():
+        trainee = Trainee.make(case)
         trainee.train(range(2))
-        write(trainee, folder / f"{ep} of {size}")
+        write(trainee, folder / name)
         trainee.model.close()
 
 
 def read_each(folder: Path, num_experts: int, form: str) -> None:
     """Reads what every world wrote, and writes it again."""
-    size = dist.get_world_size()
-    for ep in DIVISIONS[size]:
+    for name, case in cases_of(num_experts).items():
         for writer in WORLDS:
-            trainee = Trainee.make(case_of(ep, num_experts))
+            trainee = Trainee.make(case)
             read(trainee, folder / writer, form)
-            write(trainee, folder / f"{writer} by {form} in {ep} of {size}")
+            write(trainee, folder / f"{writer}, by {form} in {name}")
             trainee.model.close()
 
 
@@ -88,16 +105,19 @@ def test_any_number_of_ranks_reads_what_any_other_wrote_to_the_bit(tmp_path: Pat
             run_processes(size, read_each, tmp_path, num_experts, form)
     for writer in WORLDS:
         first = torch.load(tmp_path / f"{writer}.pt", weights_only=True)
-        size = int(writer.split()[-1])
-        expected = train_alone(Case(1, num_experts=num_experts, optimizer="adamw", steps=2), size)
-        torch.testing.assert_close(first["weights"], expected.weights, rtol=0.0, atol=1e-6)
-        assert len({bytes(expert.numpy()) for expert in first["weights"]["layers.0.up"]}) == num_experts
-        again = [*tmp_path.glob(f"{writer} by *.pt")]
+        size = int(writer.split()[2])
+        if num_experts == 5:
+            expected = train_alone(Case(1, num_experts=num_experts, optimizer="adamw", steps=2), size)
+            torch.testing.assert_close(first["weights"], expected.weights, rtol=0.0, atol=1e-6)
+        assert len({bytes(expert.float().numpy()) for expert in first["weights"]["layers.0.up"]}) == num_experts
+        assert len(first["main_params"]) == (0 if num_experts == 5 else len(first["weights"]))
+        again = [*tmp_path.glob(f"{writer}, by *.pt")]
         assert len(again) == 2 * len(WORLDS)
         for path in again:
             second = torch.load(path, weights_only=True)
             torch.testing.assert_close(second["weights"], first["weights"], rtol=0.0, atol=0.0)
             torch.testing.assert_close(second["optimizer"]["state"], first["optimizer"]["state"], rtol=0.0, atol=0.0)
+            torch.testing.assert_close(second["main_params"], first["main_params"], rtol=0.0, atol=0.0)
 
 
 # --- FSDP2 -----------------------------------------------------------------------------------------------------------
