@@ -4,6 +4,7 @@ one process."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -277,3 +278,50 @@ def test_a_buffer_with_an_entry_for_each_uneven_local_expert_is_refused_by_name(
     for message in run_processes(2, wrap_local_buffers):
         assert "buffer (name, shape, dtype): rank 0 has ['layers.1.scales', [3], 'torch.float32']" in message
         assert "rank 1 has ['layers.1.scales', [2], 'torch.float32']" in message
+
+
+# --- modules that are moved ------------------------------------------------------------------------------------------
+
+
+def to_same(model: Any) -> None:
+    model.to("cpu")
+
+
+def to_other_memory(model: Any) -> None:
+    model._apply(torch.clone)  # as Module.to moves a model to another device
+
+
+def train_moved(move: Callable[[Any], None], case: Case) -> Outcome:
+    """Moves the module before the first step, and between two microbatches of the last."""
+    trainee, norms = Trainee.make(case), list[float]()
+    for step in range(case.steps):
+        trainee.optimizer.zero_grad()
+        for number in range(2):
+            if (step, number) in ((0, 0), (case.steps - 1, 1)):
+                move(trainee.model)
+            with contextlib.nullcontext() if number == 1 else trainee.model.no_sync():
+                x, y = batch_of(dist.get_rank(), step, number)
+                (trainee.module.loss(x, y, trainee.model) / 2).backward()
+        norms.append(float(trainee.optimizer.clip_grad_norm_(0.5)))
+        trainee.optimizer.step()
+    trainee.model.finish_param_gather()
+    outcome = trainee.outcome(norms)
+    trainee.model.close()
+    return outcome
+
+
+def train_each_moved(cases: Sequence[Case]) -> list[list[Outcome]]:
+    return [[train_moved(move, case) for move in (to_same, to_other_memory)] for case in cases]
+
+
+def test_a_module_that_is_moved_trains_as_one_process() -> None:
+    cases = [
+        Case(2, microbatches=2, steps=3),
+        Case(4, num_experts=5, microbatches=2, steps=3),
+        Case(2, microbatches=2, steps=3, options=ALL_REDUCE),
+        Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", "forward"),)),
+    ]
+    ranks = run_processes(RANKS, train_each_moved, cases)
+    for number, case in enumerate(cases):
+        for way in range(2):
+            assert_equal([outcomes[number][way] for outcomes in ranks], train_alone(case, RANKS), 1e-6)

@@ -44,7 +44,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class Reader(nn.Module):
-    """Causal attention over one sequence, of which a rank may have a part, and experts."""
+    """Causal attention over one sequence, or over the part of it that a rank has, and experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def make_reader() -> Reader:
 
 
 def sequence(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """A sequence and its labels, of which some are ignored; the last is short, and one begins without labels."""
+    """A sequence and its labels. Some are ignored; the last sequence is short, and one begins without labels."""
     generator = torch.Generator().manual_seed(100 * step + dp_rank)
     length = 6 if step == STEPS - 1 else 12
     x, y = torch.randn(length, 4, generator=generator), torch.randint(3, (length,), generator=generator)
