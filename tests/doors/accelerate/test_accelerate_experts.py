@@ -114,6 +114,34 @@ def test_values_are_clipped(worlds: Worlds, tmp_path: Path, plugin: dict[str, An
         assert_close(weights, expected)
 
 
+def save_on_main(plugin: dict[str, Any], path: Path, then: str) -> str:
+    accelerator = make_accelerator("megatron_ddp", plugin)
+    module = make_model(accelerator)
+    model, optimizer, data = accelerator.prepare(module, sgd(module), loader(RANKS))
+    batch = next(iter(data))
+
+    def step() -> None:
+        accelerator.backward(module.loss(*batch, model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    text = message(RuntimeError, lambda: accelerator.save_state(path)) if accelerator.is_main_process else ""
+    accelerator.wait_for_everyone() if then == "barrier" else step()
+    return text
+
+
+@pytest.mark.parametrize("then", ["barrier", "next step"])
+@pytest.mark.parametrize("plugin", [EP2, EP2 | ALL_REDUCE], ids=["shards", "all-reduce"])
+def test_the_main_process_that_saves_without_the_others_is_told_what_to_change(
+    worlds: Worlds, tmp_path: Path, plugin: dict[str, Any], then: str
+) -> None:
+    """Also where nothing is sharded: other ranks have the other experts."""
+    text, *others = worlds.run(save_on_main, plugin, tmp_path / "saved", then, size=RANKS)
+    assert "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`" in text
+    assert others == [""] * (RANKS - 1)
+
+
 def refusals() -> dict[str, str]:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
