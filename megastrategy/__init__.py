@@ -15,6 +15,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 
 if TYPE_CHECKING:
     from ._param_groups import no_decay_groups
+    from ._replicas import Replicas
     from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop, SkipOutlierSteps
     from .pipeline import Pipeline
     from .tools.plan.partitions import plan
@@ -28,6 +29,7 @@ __all__ = [
     "GradScaler",
     "MegatronDDPStrategy",
     "Pipeline",
+    "Replicas",
     "SaveOnStop",
     "SkipOutlierSteps",
     "__version__",
@@ -49,6 +51,10 @@ def __getattr__(name: str) -> Any:
         from .pipeline import Pipeline
 
         return Pipeline
+    if name == "Replicas":
+        from ._replicas import Replicas
+
+        return Replicas
     if name == "plan":
         # A tool, imported only when it is used.
         from .tools.plan.partitions import plan

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "_versions": set(),
     "_verdicts": set(),
     "data": set(),
+    "_replicas": {"core"},
     "_prepared_models": {"core"},
     "_whole_optimizers": {"core"},
     "_faults": {"core"},
@@ -72,9 +73,10 @@ MAY_IMPORT = {
         "_checkpoints.not_tensors",
         "_checkpoints.paths",
         "accelerate.launch_config",
+        "_replicas",
         "__version__",
     },
-    "__init__": {"core", "lightning", "_param_groups", "_versions", "pipeline", "tools.plan.partitions"},
+    "__init__": {"core", "lightning", "_param_groups", "_versions", "_replicas", "pipeline", "tools.plan.partitions"},
 }
 
 # Core's folders: what of core each may import, besides itself and the ground. The files beside them, the faces of the
@@ -271,7 +273,7 @@ def test_every_room_says_what_it_may_import() -> None:
     assert {room(path) for path in FILES} == MAY_IMPORT.keys()
 
 
-FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray"}
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray", "torchft"}
 
 
 def test_only_addresses_import_a_framework() -> None:

@@ -18,6 +18,7 @@ from .checkpoint import (
 )
 from .collectives import (
     Collectives,
+    ReplicaLink,
     SingleRankCollectives,
     check_all_agree,
     host_collectives,
@@ -56,7 +57,7 @@ from .module import (
 )
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
 from .shards import REMAINDER, gather_states, number_params, to_host
-from .sync import DeferredBatch, norms_over_owners, scale_to_norm_, total_grad_norm
+from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_ATTRIBUTES,
     DDP_FUNCTIONS,
@@ -98,6 +99,8 @@ __all__ = [
     "OpenDirectory",
     "ParamSpec",
     "RemoteDirectory",
+    "ReplicaLink",
+    "Replicas",
     "SingleRankCollectives",
     "StagedModule",
     "adapt_scaler",

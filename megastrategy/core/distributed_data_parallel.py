@@ -22,7 +22,7 @@ from .errors import LossTokensError, raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_not_a_stage, check_not_inside_torch_ddp, check_replicas, common_device
-from .sync import read_count, weigh
+from .sync import Replicas, read_count, weigh
 from .torch_ddp_surface import config_with, ddp_attribute, logging_data, refuse_comm_hook
 
 
@@ -38,6 +38,8 @@ class DistributedDataParallel(nn.Module):
         collectives: used instead of the group's own (for tests and measurements).
         expert_mesh: the data-parallel ranks in two named dimensions: ranks with the same experts, ranks with different
             ones. Experts are DTensors, ``Shard`` over the second.
+        replicas: other jobs that train the same model, and may end and come back: a :class:`megastrategy.Replicas`. The
+            module begins with the same weights in all of them.
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: the option by which this object's user selects an all-reduce, for error messages.
         torch_options: torch DDP's arguments, instead of ``config``: ``find_unused_parameters``,
@@ -76,6 +78,7 @@ class DistributedDataParallel(nn.Module):
         collectives: Collectives | None = None,
         listener: Listener | None = None,
         expert_mesh: DeviceMesh | None = None,
+        replicas: Replicas | None = None,
         all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
         **torch_options: Any,
     ) -> None:
@@ -97,6 +100,7 @@ class DistributedDataParallel(nn.Module):
             should_sync=self.should_sync,
             all_reduce_option=all_reduce_option,
             expert_mesh=expert_mesh,
+            replicas=replicas,
         )
         self.device = self._engine.device
 

@@ -200,6 +200,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         closure is called once, before the step. Shards are stepped with further arguments if trial steps show that the
         update stays element-wise with them; numbers are tried once.
 
+        With replicas it does nothing if the others have stepped without this one, whose weights are theirs then.
+
         When it returns every rank has all new weights. Gradients stay until they are zeroed, as torch's do.
 
         Raises:
@@ -209,6 +211,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             return plain.step(*args, **kwargs)
         impl, arguments = self._impl, StepArguments(args, kwargs)
+        if impl.is_stepped_by_others(arguments):
+            return None
         if not impl.shard_set.has_shards:
             return impl.step_params(arguments)
         closure, others = arguments.closure, arguments.without_closure()

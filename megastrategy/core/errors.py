@@ -37,7 +37,7 @@ class NonFiniteGradError(MegastrategyError):
 
 
 class MicrobatchMismatchError(MegastrategyError):
-    """The ranks reduce gradients of different microbatches with each other."""
+    """The ranks, or replicas, reduce gradients of different microbatches with each other."""
 
 
 class BatchMismatchError(MegastrategyError):
@@ -49,7 +49,7 @@ class StageError(MegastrategyError):
 
 
 class ReplicaMismatchError(MegastrategyError):
-    """The ranks have different values of a weight that should be equal."""
+    """The ranks have different values of a weight that should be equal, or a replica differs from the others."""
 
 
 class LossTokensError(MegastrategyError):

@@ -26,6 +26,7 @@ from .plan.command import plan_command
 from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render
+from .replicas import ReplicasError, check_timeouts, run_replicas
 from .short_runs import run_with_size
 from .summary import FILE, SummaryError, read_summary, verdicts
 from .tuning import TuningError, advice, best_of, compare_sizes
@@ -50,7 +51,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError, SummaryError, TuningError) as error:
+        except (CheckpointError, ConfigFileError, ReplicasError, SummaryError, TuningError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -59,9 +60,10 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
             raise _UnlaunchableError(str(error)) from error
         except ModuleNotFoundError as error:
             # a module that the user's own code lacks is an error of that code, with its traceback
-            if error.name not in ("accelerate", "yaml"):
+            extra = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas"}.get(error.name or "")
+            if extra is None:
                 raise
-            raise click.ClickException(f"this needs {error.name}: pip install 'megastrategy[accelerate]'") from error
+            raise click.ClickException(f"this needs {error.name}: pip install 'megastrategy[{extra}]'") from error
 
     return run
 
@@ -281,6 +283,59 @@ def tune_command(
     times = compare_sizes(run, sizes, rounds, functools.partial(click.echo, err=True))
     _console().print(sizes_table(times))
     click.echo(advice(best_of(times), by_launcher=is_module and script == LAUNCHER))
+
+
+@root.command(
+    "replicas",
+    cls=Command,
+    example="megastrategy replicas --of 2 --ranks 2 train.py --epochs 3",
+    # arguments after the script are the script's
+    context_settings={"allow_interspersed_args": False, "show_default": True},
+)
+@click.option("--of", type=click.IntRange(min=1), default=2, help="Replicas.")
+@click.option("--ranks", "num_ranks", type=click.IntRange(min=1), default=1, help="Processes of each replica.")
+@click.option("--restarts", type=click.IntRange(min=0), default=100, help="Restarts of each replica.")
+@click.option("--heartbeat", "heartbeat_s", default=5.0, help="Seconds of silence that mean that a replica is dead.")
+@click.option("--skew", "skew_s", default=60.0, help="Seconds by which a replica may be later than another.")
+@click.option("--patience", "patience_s", default=600.0, help="Seconds to wait for missing replicas.")
+@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_expected_failures
+def replicas_command(
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    of: int,
+    num_ranks: int,
+    restarts: int,
+    heartbeat_s: float,
+    skew_s: float,
+    patience_s: float,
+) -> None:
+    """Run SCRIPT in several replicas on this machine, which may fail and come back.
+
+    SCRIPT trains with megastrategy.Replicas(). Each replica is one torchrun. One that ends with an error is started
+    again, and takes the state of the others, until one of them has come to the end. Needs torchft: the extra
+    megastrategy[replicas].
+    """
+    _check_script(script, is_module)
+    check_timeouts(heartbeat_s, skew_s, patience_s)
+    try:
+        run_replicas(
+            script,
+            arguments,
+            is_module=is_module,
+            of=of,
+            num_ranks=num_ranks,
+            restarts=restarts,
+            heartbeat_s=heartbeat_s,
+            skew_s=skew_s,
+            patience_s=patience_s,
+            log=functools.partial(click.echo, err=True),
+        )
+    except KeyboardInterrupt as error:
+        raise click.ClickException(f"{script} was interrupted") from error
 
 
 root.add_command(plan_command)

@@ -135,6 +135,7 @@ def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int,
 def test_no_block_is_left_out() -> None:
     """The other blocks are parts of the reader's code. tests/doors/accelerate/test_accelerate_alone.py has the first
     of checkpoints in a script; the second writes what tests/tools/test_conversion.py reads;
+    tests/replicas/test_command.py starts replicas;
     tests/tools/test_plan_partitions.py plans."""
     by_page = {page.name: blocks(page) for page in PAGES if blocks(page)}
     assert {name: len(found) for name, found in by_page.items()} == {
@@ -143,6 +144,7 @@ def test_no_block_is_left_out() -> None:
         "tensor_parallel.md": 1,
         "experts.md": 5,
         "pipelines.md": 1,
+        "replicas.md": 1,
         "gradients.md": 3,
         "failures.md": 2,
         "options.md": 1,

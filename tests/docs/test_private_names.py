@@ -91,6 +91,8 @@ LIVES_IN = {
         "_dataloaders _is_accelerate_prepared _load_model_state_pre_hook _save_model_state_pre_hook"
     ),
     "transformers.trainer": ("_load_from_checkpoint _load_optimizer_and_scheduler _save _save_optimizer_and_scheduler"),
+    "torchft.manager": "_commit_failures _executor _manager",
+    "torchft.checkpointing.http_transport": "_server",
 }
 """The object or module that has the names, or in whose source they are."""
 
@@ -178,6 +180,8 @@ KNOWN = [(where, name) for where, names in LIVES_IN.items() for name in names.sp
 
 @pytest.mark.parametrize(("where", "name"), KNOWN)
 def test_it_is_there(where: str, name: str) -> None:
+    if where.startswith("torchft"):
+        pytest.importorskip("torchft", reason="torchft is not installed: pip install 'megastrategy[replicas]'")
     torch = tuple(map(int, importlib.metadata.version("torch").split("+")[0].split(".")[:2]))
     is_there = name not in NOT_YET or torch >= tuple(map(int, NOT_YET[name].split(".")))
     assert lives(name, where) == is_there

@@ -22,6 +22,7 @@ PUBLIC = {
         "GradScaler",
         "MegatronDDPStrategy",
         "Pipeline",
+        "Replicas",
         "SaveOnStop",
         "SkipOutlierSteps",
         "__version__",

@@ -2,7 +2,7 @@
 
 ``interface`` is the class that the engine uses; ``backend`` (NCCL and others), ``gloo`` (with ``gloo_rings``, in a
 ``worker``), ``via_host`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (several instances of the
-optimizer) and ``fake`` (for a rank without peers) implement it.
+optimizer) and ``fake`` (for a rank without peers) implement it. ``replica_link`` is the class that connects replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives
-from .comparison import check_all_agree, descriptions_if_different, first_difference_error, is_same_on_all_ranks
+from .comparison import (
+    check_all_agree,
+    descriptions_if_different,
+    digest,
+    first_difference_error,
+    is_same_on_all_ranks,
+)
 from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .instanced import destroy_instances, shard_collectives
@@ -33,19 +39,24 @@ from .process_groups import (
     world_group,
 )
 from .rank_check import CALL_ON_EVERY_RANK, RankCheck
+from .replica_link import ReplicaLink
 from .single_rank import SingleRankCollectives
 from .via_host import ViaHostCollectives
+from .worker import Worker
 
 __all__ = [
     "CALL_ON_EVERY_RANK",
     "Collectives",
     "Handle",
     "Handles",
+    "ReplicaLink",
     "SingleRankCollectives",
+    "Worker",
     "bytes_of",
     "check_all_agree",
     "close_when_collected",
     "descriptions_if_different",
+    "digest",
     "digest_of",
     "first_difference_error",
     "host_collectives",

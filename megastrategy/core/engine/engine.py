@@ -54,9 +54,10 @@ from ..module import (
     option_rows,
     param_spec,
 )
-from ..sync import BackwardWatch, BucketPlanner, ParamGather, Reducer
+from ..sync import AcrossReplicas, BackwardWatch, BucketPlanner, ParamGather, Reducer, Replicas
 from ..trials import KnownFindings
 from .relayout import relayout
+from .replica_state import ReplicaState, check_supported
 from .shard_holder import ShardHolder
 
 _MANY_GROUPS = 8
@@ -76,6 +77,7 @@ class Engine:
         should_sync: called when a backward starts, returns whether it is synchronised; see
             :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
         all_reduce_option: how the user chooses all-reduce, for error messages with that remedy.
+        replicas: the replicas that train the model together; None if there is one.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
@@ -107,6 +109,7 @@ class Engine:
         should_sync: Callable[[bool | None], bool],
         all_reduce_option: str,
         expert_mesh: DeviceMesh | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.wrapper, self._kind, self._modules = weakref.ref(wrapper), type(wrapper), wrapper._modules
         self.config = config
@@ -117,6 +120,8 @@ class Engine:
         self.device = common_device(self.named_params())
         self.local_parts, self.model_parallel = find_groups(self.module, process_group, expert_mesh, config)
         self._check_parts()
+        if replicas is not None:
+            check_supported(self, self.model_parallel.groups, self.device)
         self.collectives = self._buffer_collectives = collectives = self._connected(process_group, collectives)
         for group in self.model_parallel.groups:
             group.connect(self.device)
@@ -162,8 +167,9 @@ class Engine:
             lambda decision: (decide := decides()) is not None and decide(decision),
             BackwardWatch(self),
             listener,
-            self._make_planner(),
+            self._make_planner() if replicas is None else None,  # another order of buckets is another layout
             self.model_parallel.tensor_ranks,
+            AcrossReplicas(replicas, ReplicaState(self)) if replicas is not None else None,
         )
         for group in self.model_parallel.groups:
             group.attach(self)

@@ -37,6 +37,7 @@ from ..shards import FlatRun, begin_step, drop_remainders, end_step
 from ..trials import Findings, LaterTrials, StepArguments
 from ..wire import wire_part
 from .optimizer_checks import sending_nothing
+from .replica_state import OptimizerState
 from .shard_set import ShardSet
 from .step_hooks import InnermostCall, has_user_hooks
 from .step_memory import bring_back, copy_kept_grads, is_shared
@@ -73,16 +74,21 @@ class ShardedOptimizer:
 
     Attributes:
         num_steps_done: the number of steps that were completed on this rank.
+        reductions: by parameter, how often its gradient was reduced before the last step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         self.shard_set = ShardSet(optimizer, engine, findings)
         self.inner, self.engine = optimizer, engine
         self.num_steps_done = 0
-        self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
+        self.reductions: dict[int, int] = {}
         self._arguments = StepArguments()  # the arguments of the step that is under way
         self._may_communicate = findings is not None and findings.may_communicate
         self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
+        self._replica_state: OptimizerState | None = None
+        if engine.reducer.across is not None:
+            self._replica_state = OptimizerState(self)
+            engine.reducer.across.model.add_optimizer(self._replica_state)
 
     def finish_grads(self) -> None:
         """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use.
@@ -121,6 +127,29 @@ class ShardedOptimizer:
         return self.shard_set.states.learn(findings)
 
     # --- the step ----------------------------------------------------------------------------------------------------
+
+    def is_stepped_by_others(self, arguments: StepArguments) -> bool:
+        """Returns True if there is nothing to step: other replicas have, and their state was taken over.
+
+        Raises:
+            ValueError: for a closure, or gradients that this step would reduce: it would come too late to know it.
+        """
+        across = self.engine.reducer.across
+        if across is None or self._replica_state is None:
+            return False
+        if arguments.closure is not None:
+            raise ValueError(
+                "step(closure) cannot be used with replicas: call the closure before step(), and step() without it"
+            )
+        if self.engine.reducer.has_local_grads:
+            raise ValueError(
+                "step() with gradients of backwards under no_sync() only: with replicas the last one before a step "
+                "is outside of no_sync()"
+            )
+        self._replica_state.check()
+        if not across.replicas.is_adopted:
+            across.replicas.note_step(self._replica_state.numbers())
+        return across.replicas.is_adopted
 
     def step_params(self, arguments: StepArguments) -> Any:
         """Steps the Parameters themselves, without shards. The user's optimizer may call the closure several times."""
@@ -276,7 +305,7 @@ class ShardedOptimizer:
         which user code may write on one rank only. A parameter that was frozen after its gradient was reduced is
         stepped once more, with that gradient.
         """
-        params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self._reductions
+        params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self.reductions
         return {i for i in indices if params[i].requires_grad or reductions[i] != stepped.get(i, 0)}
 
     def _end_shards(self, begun: _Begun, to_gather: Iterable[int]) -> None:
@@ -292,7 +321,7 @@ class ShardedOptimizer:
         # A backward through a graph from before the step must raise, as it does with torch's optimizers.
         torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])
         num_reductions = map(engine.reducer.num_reductions.__getitem__, begun.indices)
-        self._reductions.update(zip(begun.indices, num_reductions, strict=True))
+        self.reductions.update(zip(begun.indices, num_reductions, strict=True))
 
     # --- the calls of the user's optimizer ---------------------------------------------------------------------------
 

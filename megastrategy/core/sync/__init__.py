@@ -1,5 +1,6 @@
 """When gradients are reduced and weights gathered."""
 
+from .across import AcrossReplicas
 from .backward import BackwardWatch, DeferredBatch
 from .bucket_planner import BucketPlanner
 from .clip_grads import (
@@ -15,13 +16,18 @@ from .clip_grads import (
 from .loss_tokens import read_count, weigh
 from .param_gather import ParamGather
 from .reducer import Reducer
+from .replica_facts import WORD
+from .replicas import Replicas
 
 __all__ = [
+    "WORD",
+    "AcrossReplicas",
     "BackwardWatch",
     "BucketPlanner",
     "DeferredBatch",
     "ParamGather",
     "Reducer",
+    "Replicas",
     "check_finite",
     "count_zeros",
     "norms_of",

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from ..buffers import NonFinite, describe_nonfinite
 from ..collectives import Collectives
-from ..errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
+from ..errors import (
+    BucketInFlightError,
+    LossTokensError,
+    MegastrategyError,
+    MicrobatchMismatchError,
+    NonFiniteGradError,
+)
 from .loss_tokens import NONE, describe_counting
 
 
@@ -33,6 +39,8 @@ class Agreement:
         has_nonfinite: whether a gradient is infinite or NaN.
         wants_other_order: whether buckets would be launched materially earlier in another order.
         counting: whether a loss was counted by tokens, and whether one was not. Both together are an error.
+        others: further flags, the same number on all ranks.
+        is_late_refused: whether a gradient came late in some replica, which is an error there.
     """
 
     used: Sequence[bool]
@@ -41,26 +49,29 @@ class Agreement:
     has_nonfinite: bool
     wants_other_order: bool
     counting: tuple[bool, bool]
+    others: Sequence[bool] = ()
+    is_late_refused: bool = False
 
     def encode(self) -> list[int]:
         """Returns bytes whose maximum over ranks, element by element, encodes the facts of all ranks together."""
-        return [*self.used, *self.late, *self._shared()]
+        return [*self.others, *self.used, *self.late, *self._shared()]
 
     def _shared(self) -> list[int]:
         """Returns the facts that do not belong to one parameter or bucket."""
         return [*_pair(self.microbatch), *self.counting, self.has_nonfinite, self.wants_other_order]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
+    def decode(cls, numbers: Sequence[int], num_params: int, num_others: int = 0) -> Agreement:
         """Returns the facts in the maximum over ranks of :meth:`encode`, for so many parameters."""
         *flags, last, complement, is_counted, is_uncounted, has_nonfinite, wants_other_order = numbers
         return cls(
-            used=[bool(flag) for flag in flags[:num_params]],
-            late=[bool(flag) for flag in flags[num_params:]],
+            used=[bool(flag) for flag in flags[num_others:][:num_params]],
+            late=[bool(flag) for flag in flags[num_others + num_params :]],
             microbatch=last if complement == 255 - last else None,
             has_nonfinite=bool(has_nonfinite),
             wants_other_order=bool(wants_other_order),
             counting=(bool(is_counted), bool(is_uncounted)),
+            others=[bool(flag) for flag in flags[:num_others]],
         )
 
     def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
@@ -71,7 +82,7 @@ class Agreement:
         """
         agreed = self
         if collectives.size > 1:
-            agreed = Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))
+            agreed = Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used), len(self.others))
         if tensor_ranks is None:
             return agreed
         every = Agreement.decode(tensor_ranks.max_of_bytes(agreed._shared()), 0)
@@ -80,10 +91,12 @@ class Agreement:
     @property
     def is_refused(self) -> bool:
         """Whether the gradients of all ranks are rejected."""
-        return self.microbatch is None or self.has_nonfinite or all(self.counting)
+        return self.microbatch is None or self.has_nonfinite or all(self.counting) or self.is_late_refused
 
     def refusal(self, own: Reasons, collectives: Collectives, tensor_ranks: Collectives | None) -> MegastrategyError:
         """Returns the error that all ranks raise for rejected gradients. Collective."""
+        if self.is_late_refused:
+            return BucketInFlightError(_LATE)
         every: list[Reasons] = collectives.all_gather_objects(own)
         if tensor_ranks is not None:
             every = [reasons for of_one in tensor_ranks.all_gather_objects(every) for reasons in of_one]
@@ -92,8 +105,20 @@ class Agreement:
                 describe_microbatches({reasons.who: reasons.microbatch for reasons in every})
             )
         if self.has_nonfinite:
-            return NonFiniteGradError(describe_nonfinite([found for reasons in every for found in reasons.nonfinite]))
+            nonfinite = [found for reasons in every for found in reasons.nonfinite]
+            return NonFiniteGradError(describe_nonfinite(nonfinite) if nonfinite else _ELSEWHERE)
         return LossTokensError(describe_counting({reasons.who: reasons.counting or NONE for reasons in every}))
+
+
+_ELSEWHERE = (
+    "a gradient in another replica is infinite or NaN: the error of its ranks names the parameter. All replicas reject "
+    "these gradients"
+)
+_LATE = (
+    "a gradient arrived after its bucket had been sent (a layer used by two re-entrant checkpoints, or a backward "
+    "inside another), in this replica or another one. With replicas a bucket cannot be reduced twice: use "
+    "checkpoint(use_reentrant=False), or overlap_grad_reduce=False"
+)
 
 
 def name_of(collectives: Collectives, tensor_ranks: Collectives | None) -> str:

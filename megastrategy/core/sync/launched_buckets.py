@@ -11,6 +11,7 @@ from ..buffers import GradBuffers
 from ..collectives import Collectives, Handle, Handles
 from ..events import Event, EventKind, Listener
 from ..layout import BufferLayout, Domain
+from .across import AcrossReplicas
 
 
 class LaunchedBuckets:
@@ -20,6 +21,7 @@ class LaunchedBuckets:
         collectives: all data-parallel ranks, of whose gradients the mean is taken.
         ranks_of: returns the collectives that reduce a domain's buckets.
         average: whether the collective divides, and not the rank before it sends.
+        across: adds up over replicas, if there are several.
     """
 
     def __init__(
@@ -29,9 +31,10 @@ class LaunchedBuckets:
         listener: Listener | None,
         *,
         average: bool,
+        across: AcrossReplicas | None,
     ) -> None:
         self._collectives, self._ranks_of = collectives, ranks_of
-        self._average, self._listener = average, listener
+        self._average, self._listener, self._across = average, listener, across
         self._handles: list[Handle] = []  # by bucket, in launch order
         self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
 
@@ -97,8 +100,10 @@ class LaunchedBuckets:
         if sums is not None:
             return ranks.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if layout.num_shards > 1:
-            return ranks.reduce_scatter(tensor, mean, scale_sum=average)
-        return ranks.all_reduce(tensor, mean, scale_sum=average)
+            handle, own = ranks.reduce_scatter(tensor, mean, scale_sum=average), tensor.chunk(ranks.size)[ranks.rank]
+        else:
+            handle, own = ranks.all_reduce(tensor, mean, scale_sum=average), tensor
+        return handle if self._across is None else self._across.start(own, handle)
 
     def _end(self, bucket: int, handle: Handle) -> None:
         handle.wait()

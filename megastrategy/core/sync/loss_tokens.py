@@ -73,10 +73,12 @@ class LossTokens:
         is_of_batch: whether a window begins only where :meth:`drop` is called.
         state: a description of the window on this rank; None before its first backward.
         factor: the factor of the last correction; 0.0 if there was none.
+        totals: the sums of weights and losses, if they are known before :meth:`finish`.
     """
 
     state: str | None
     open_unit: float | None
+    totals: tuple[float, int] | None = None
     _arrived: list[float]  # weights of losses whose backward is under way
     _seen: list[tuple[int, int] | None]  # by parameter, after the last backward; see _versions
     _carried: set[int]  # frozen parameters with gradients of an earlier window
@@ -224,6 +226,13 @@ class LossTokens:
         if not self._is_due:
             return
         self._is_due = False
+        weights, number = self.totals or self.sums(collectives, tensor_ranks)
+        self.totals = None
+        self._correct(weights, number)
+        self.remember(is_final=True)
+
+    def sums(self, collectives: Collectives, tensor_ranks: Collectives | None) -> tuple[float, int]:
+        """Returns the sum of all weights, and the number of losses. Collective; raises as :meth:`finish`."""
         sums = _SUMS.pack(self._weights, self._num_losses)
         before, after = collectives.rank * len(sums), (collectives.size - collectives.rank - 1) * len(sums)
         # Each rank has bytes of its own, for which the others send zeros: one exchange, sums in the order of the ranks.
@@ -231,8 +240,7 @@ class LossTokens:
         if tensor_ranks is not None and not is_same_on_all_ranks(every, tensor_ranks):
             raise LossTokensError(OTHER_TENSOR_RANKS)
         weights, numbers = zip(*_SUMS.iter_unpack(every), strict=True)
-        self._correct(sum(weights), sum(numbers))
-        self.remember(is_final=True)
+        return sum(weights), sum(numbers)
 
     def finish_on_this_rank(self) -> None:
         """Corrects gradients that were not reduced, before a step uses them.

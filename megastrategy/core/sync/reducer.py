@@ -37,6 +37,7 @@ from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
 from ..errors import (
     BucketInFlightError,
+    CollectiveError,
     LossTokensError,
     MegastrategyError,
     MicrobatchMismatchError,
@@ -45,6 +46,7 @@ from ..errors import (
 from ..events import Event, EventKind, Listener, profiler_range
 from ..layout import BufferLayout, Domain
 from ..module import GradAccumulators, GradHooks, ModelGroup
+from .across import AcrossReplicas
 from .agreement import Agreement, Reasons, name_of
 from .arrivals import LateGrads, UsedParams
 from .backward import BackwardPhase, BackwardWatch, DeferredBatch, Preparation
@@ -66,6 +68,7 @@ class Reducer:
         backwards: reports to the engine where backwards begin and end.
         planner: proposes an order of buckets after the first synchronised backward; None for none.
         tensor_ranks: the tensor ranks, which reject a backward together.
+        across: the sums over replicas, if there are several.
 
     Attributes:
         batch: None unless reductions are waited for at the end of a batch of several backwards.
@@ -86,8 +89,9 @@ class Reducer:
         listener: Listener | None = None,
         planner: BucketPlanner | None = None,
         tensor_ranks: Collectives | None = None,
+        across: AcrossReplicas | None = None,
     ) -> None:
-        self.buffers = buffers
+        self.buffers, self.across = buffers, across
         self._collectives, self._tensor_ranks = collectives, tensor_ranks
         self._config, self._should_sync, self._listener = config, should_sync, listener
 
@@ -97,7 +101,9 @@ class Reducer:
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._launched = LaunchedBuckets(collectives, ranks_of, listener, average=config.average_in_collective)
+        self._launched = LaunchedBuckets(
+            collectives, ranks_of, listener, average=config.average_in_collective, across=across
+        )
         self._used, self._late = UsedParams(config), LateGrads()
         self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
             name_of(collectives, tensor_ranks),
@@ -180,6 +186,8 @@ class Reducer:
     def _drop_unfinished(self) -> None:
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
+            if self.across is not None:
+                self.across.abandon()
             for _ in self._launched.wait():
                 pass
             self._late.clear()
@@ -250,6 +258,8 @@ class Reducer:
                 self._launch_ready()
 
     def _begin_backward(self) -> None:
+        if self.across is not None:
+            self.across.begin_backward(self.buffers)
         self._ends_window = self._should_sync(self._prepared.decision)
         syncs = self._ends_window or self.buffers.reduces_every_backward
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
@@ -404,7 +414,9 @@ class Reducer:
                 # Before gradients are published: .grad depends on the parameters that other ranks used.
                 try:
                     late_buckets, moves = self._agree()
-                except MegastrategyError:
+                except MegastrategyError as error:
+                    if self.across is not None and isinstance(error, CollectiveError):
+                        self.across.replicas.close()  # other replicas wait until this one ends
                     # The ranks with copies wait for this one, and learn of the error afterwards.
                     copies.agree_on_copies(self.buffers.params, list(self.buffers.has_grad))
                     copies.add_up_copies(self.buffers.params, self.buffers.local_bucket_of)
@@ -427,6 +439,8 @@ class Reducer:
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
+        if self.across is not None:
+            self.across.finish(self.buffers)
         planner, self._planner = self._planner, None
         # Gradients are final and nothing is on the wire: the only moment at which all ranks can move.
         wanted = planner.finish(self._layout, moves=moves) if planner is not None else None
@@ -498,14 +512,19 @@ class Reducer:
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
             counting=self.tokens.counting,
+            others=[] if self.across is None else [self.across.replicas.wants_stop],
         ).over_ranks(self._collectives, self._tensor_ranks)
+        if self.across is not None:
+            counts = agreement.counting == (True, False)
+            sums = self.tokens.sums(self._collectives, self._tensor_ranks) if counts else (0.0, 0)
+            agreement, self.tokens.totals = self.across.settle(agreement, sums)
         if agreement.is_refused:
             own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self.tokens.state)
             self.drop_unfinished()  # otherwise non-finite numbers would stay in the sums of shards
             raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True
         self.tokens.learn(are_counted=agreement.counting[0])
-        if not agrees:
+        if not (agrees or self.across is not None):
             return [], agreement.wants_other_order
         has_grad[:] = agreement.used
         self._used.agree(has_grad, used)
@@ -513,7 +532,7 @@ class Reducer:
 
     def _must_agree(self) -> bool:
         """Whether every synchronised backward ends with an exchange between ranks."""
-        return self._used.are_exchanged or self._config.check_for_nan_in_grad
+        return self._used.are_exchanged or self._config.check_for_nan_in_grad or self.across is not None
 
     def _reduce_again(self, bucket: int) -> None:
         """Adds this rank's late gradients to a reduced bucket, and reduces it once more, as all ranks do."""

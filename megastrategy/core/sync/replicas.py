@@ -1,0 +1,416 @@
+"""The replicas that train one model together, each a job of its own that may end and come back.
+
+[Note: a window of replicas]
+A window lasts from a meeting to the vote that follows: one batch, or with ``no_sync`` the microbatches whose gradients
+are reduced together. Before its first batch the replicas meet (:meth:`.ReplicaLink.meet`), and one that has fewer steps
+takes the state of another. When the sums of its synchronised backward have ended, complete or not, the replicas
+exchange :mod:`.replica_facts`, and the ranks of each replica vote. If all ranks say yes, its gradients are final. If
+not, the replica meets those that are left, and repeats the sums from a copy of its own: no batch is lost. Other
+replicas may have voted yes, with this one's gradients in their sums. Then this one is a step behind. It takes their
+state, which is after the step, and its coming ``optimizer.step()`` does nothing.
+
+[Note: when the loop's state is taken]
+The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two batches. A replica
+that is in the middle of a batch loads it when its own program has ended that batch, too: otherwise a schedule would
+step twice.
+
+[Note: why a process joins with step 0]
+Whatever checkpoint a process has loaded, it joins without a step. So it is never ahead of replicas that train, and an
+old file cannot overwrite their weights. Only if no replica has a step, at the start of all, do the states that they
+bring count. Then all have to be equal: the first exchange compares a digest of them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..collectives import Collectives, ReplicaLink, Worker
+from ..errors import CollectiveError, ReplicaMismatchError
+from .replica_facts import NO_FLAGS, WORD, Flag, ReplicaFacts, check_facts, exchange
+
+T = TypeVar("T")
+
+_PROBE_S = 0.25
+"""Seconds between two questions whether the replica's other ranks are alive, while this one waits with them."""
+_AGAIN_S = 0.1
+"""Seconds between two meetings while replicas are missing."""
+
+
+class ReplicaModel(Protocol):
+    """The members of a wrapped model that :class:`Replicas` uses."""
+
+    @property
+    def ranks(self) -> Collectives:
+        """The ranks of this replica."""
+
+    def state(self) -> Any:
+        """Returns this rank's part of the model's and the optimizers' state; tensors are not copied."""
+
+    def load(self, state: Any) -> None:
+        """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
+
+    def groups(self) -> Any:
+        """Returns the hyper-parameters of the optimizers' groups."""
+
+    def load_groups(self, groups: Any) -> None:
+        """Replaces them by another replica's."""
+
+    def layout_digest(self) -> bytes:
+        """Returns a digest of everything that has to be equal before tensors are summed."""
+
+    def drop_unfinished(self) -> None:
+        """Drops the gradients of a backward that raised."""
+
+    def state_digest(self) -> bytes:
+        """Returns a digest of :meth:`state`."""
+
+
+class Replicas:
+    """The replicas that train one model together; see [Note: a window of replicas].
+
+    Args:
+        link: this rank's connection to the others.
+        of: the number of replicas that start together.
+        slot: this replica's number, from 0; one that comes back has the same.
+        minimum: the number of replicas below which nothing is stepped.
+        patience_s: the seconds for which missing replicas are waited for, at the start and below ``minimum``.
+
+    Attributes:
+        epoch, batch: the loop's place: the present epoch, and the batches of it so far.
+        should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
+        is_adopted: whether the last window was stepped by others, and is not to be stepped again.
+        worker: the thread in which everything between replicas is done, in order.
+        num_taken: the number of times that the state of another replica was taken.
+    """
+
+    def __init__(self, link: ReplicaLink, *, of: int, slot: int, minimum: int = 1, patience_s: float = 600.0) -> None:
+        if not 1 <= minimum <= of:
+            raise ValueError(f"minimum={minimum}: expected a number from 1 to of={of}")
+        if not 0 <= slot < of:
+            raise ValueError(f"slot={slot}: expected a number from 0 to {of - 1}, since of={of}")
+        self.of, self.slot, self.minimum = of, slot, minimum
+        self.epoch = self.batch = 0
+        self.should_stop = self.is_adopted = False
+        self.num_taken = 0
+        self.worker = Worker()
+        self.link, self._patience_s = link, patience_s
+        self._model: ReplicaModel | None = None
+        self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        self._phase = "not joined"  # then "between", "open" (a window), "closed"
+        self._has_started = self._wants_stop = False
+        self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
+        self._history = self._numbers = bytes(WORD)
+
+    # --- for the training loop ---------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The slots of the replicas that train now, the leader's first."""
+        return self.link.members
+
+    @property
+    def is_leader(self) -> bool:
+        """True for one of the replicas that train now, which writes checkpoints and logs."""
+        return bool(self.members) and self.link.place == 0
+
+    def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        """Adds state of the training loop that a replica takes over, such as that of a learning rate's schedule.
+
+        Every replica registers the same names before its first batch.
+
+        Args:
+            get: returns the state, which is pickled. A scheduler's ``state_dict``, for example. It is called between
+                two batches, in another thread, on some ranks only.
+            put: replaces it, between two batches. A scheduler's ``load_state_dict``, for example.
+        """
+        if name in self._registered:
+            raise ValueError(f"{name!r} is registered already: give each state a name of its own")
+        self._registered[name] = get, put
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """Yields the numbers of the epochs that are left, up to ``num``, and leaves the replicas after the last one.
+
+        A replica that comes back joins here, and begins with the epoch that the others are in.
+        """
+        self.begin_batch()
+        while self.epoch < num and not self.should_stop:
+            epoch = self.epoch
+            yield epoch
+            if self.epoch == epoch:
+                self.epoch, self.batch = epoch + 1, 0
+        # Rank 0 ends the connection for all ranks of this replica, and some may still wait in a meeting.
+        self._attached.ranks.max_of_bytes([0])
+        self.close()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yields the batches of one epoch that are left; the replicas meet before each is fetched.
+
+        A replica that has come back fetches and drops those before the loop's place. To be called once an epoch.
+        """
+        is_first = self._phase == "not joined"
+        self.begin_batch()
+        if is_first and self.epoch:
+            self.close()
+            raise ValueError(
+                f"the other replicas are in epoch {self.epoch}, where this loop does not begin: write the loop over "
+                "epochs as for epoch in replicas.epochs(num_epochs)"
+            )
+        epoch, iterator, fetched = self.epoch, iter(loader), 0
+        try:
+            while True:
+                self.begin_batch()
+                self._check_place(epoch, fetched)
+                if self.should_stop:
+                    return
+                while fetched < self.batch and next(iterator, _END) is not _END:
+                    fetched += 1
+                if (batch := next(iterator, _END)) is _END:
+                    return
+                fetched += 1
+                yield batch
+                self.batch += 1
+        finally:
+            self.epoch, self.batch = epoch + 1, 0
+
+    def _check_place(self, epoch: int, fetched: int) -> None:
+        if self.epoch != epoch or self.batch < fetched:
+            self.close()
+            raise ReplicaMismatchError(
+                f"replica {self.slot} was at batch {fetched} of epoch {epoch}, the others are at batch {self.batch} "
+                f"of epoch {self.epoch}: it was stopped for too long to go on from here. Start it again"
+            )
+
+    def stop(self) -> None:
+        """Makes all replicas end after the same batch: the present one, or the next if this one is reduced already.
+
+        For a signal that all of them get; a replica that ends alone needs nothing.
+        """
+        self._wants_stop = True
+
+    def close(self) -> None:
+        """Leaves the other replicas, which go on without waiting. May be called again."""
+        self._phase = "closed"
+        self.link.leave()
+        self.worker.stop()
+
+    # --- a window ----------------------------------------------------------------------------------------------------
+
+    def attach(self, model: ReplicaModel) -> None:
+        """Sets the model whose gradients are averaged over the replicas."""
+        if self._model is not None:
+            raise ValueError(
+                "replicas=: these replicas have a model already, and one model is supported: wrap one module that "
+                "contains them all (torch.nn.ModuleDict)"
+            )
+        self._model = model
+
+    @property
+    def _attached(self) -> ReplicaModel:
+        if self._model is None:
+            raise ValueError("no model trains with these replicas: DistributedDataParallel(..., replicas=replicas)")
+        return self._model
+
+    def begin_batch(self) -> None:
+        """Comes before a batch is fetched: the replicas meet if a window begins. Collective over this replica's ranks.
+
+        Raises:
+            ReplicaMismatchError, LayoutMismatchError: if this replica does not fit to the others.
+            CollectiveError: if too few replicas come in time.
+        """
+        model = self._attached
+        if self._phase == "closed":
+            raise ValueError("these replicas were left: make new ones for another training")
+        with self.leaving_after_an_error():
+            model.drop_unfinished()
+            if self._phase == "not joined":
+                self.link.join(model.ranks, self._state)
+            if self._phase != "open":
+                self._meet(joins=True)
+                self._phase = "open"
+            self._load_registered()
+            self.is_adopted = False
+
+    def check_window(self) -> None:
+        """Comes before the first gradient of a backward. Raises ValueError outside of a window."""
+        if self._phase != "open" or self.is_adopted:
+            raise ValueError(
+                "a backward outside of replicas.batches(loader), or after the synchronised backward of a batch: with "
+                "replicas, one backward a batch is synchronised, the others are under no_sync()"
+            )
+
+    def exchange(self, facts: ReplicaFacts, used: Sequence[bool] = ()) -> tuple[list[ReplicaFacts], list[bool]] | None:
+        """Returns the facts of all members, and the parameters that any of them used; None if that failed."""
+        return self.watched(lambda: exchange(self.link, facts, used))
+
+    def facts(self, *, flags: Flag = NO_FLAGS) -> ReplicaFacts:
+        """Returns this replica's facts, without those of a backward."""
+        digest = self._attached.layout_digest()
+        epoch, batch = self._taken.get("place", (self.epoch, self.batch))
+        return ReplicaFacts(self._history, digest, self._numbers, epoch * 2**32 + batch, flags=flags)
+
+    def check(self, every: Sequence[ReplicaFacts]) -> None:
+        """Raises the error of this replica if its facts are not those of most members."""
+        check_facts(every, self.link.place, self.slot)
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether :meth:`stop` was called on this rank."""
+        return self._wants_stop
+
+    def vote(self) -> bool:
+        """Returns whether this replica's sums are complete on all of its ranks; then the window ends.
+
+        Collective over them.
+        """
+        if not self.watched(self.link.vote):
+            return False
+        self._history = _chained(self._history, repr((self.link.step, self.members)))
+        self._phase = "between"
+        return True
+
+    def meet_again(self) -> bool:
+        """Meets the members that are left after a vote that said no. Collective over this replica's ranks.
+
+        Returns True if the others have stepped: this replica has their state now, and :meth:`load_taken` is to come.
+        """
+        before = self.num_taken
+        self._meet(joins=len(self.members) < self.minimum)
+        self.is_adopted = self.num_taken > before
+        return self.is_adopted
+
+    def load_taken(self) -> None:
+        """Loads the model's state that :meth:`meet_again` has got. Collective over this replica's ranks."""
+        self._attached.load(self._taken.pop("model"))
+
+    def note_step(self, numbers: str) -> None:
+        """Adds the hyper-parameters of an optimizer's step to the digest that replicas compare."""
+        self._numbers = _chained(self._numbers, numbers)
+
+    def abandon(self) -> None:
+        """Leaves the group of members in the middle of a window, after an error: their sums fail at once."""
+        if self._phase == "open":
+            self.link.undo_meeting()
+            self._phase = "between"
+
+    @contextlib.contextmanager
+    def leaving_after_an_error(self) -> Iterator[None]:
+        """Leaves the others if this fails: they would wait until this process ends."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    # --- meetings ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, *, joins: bool) -> None:
+        """Meets, until enough replicas are there and all are connected."""
+        deadline, ranks = time.monotonic() + self._patience_s, self._attached.ranks
+        while True:
+            known = self.link.number
+            state = self.watched(functools.partial(self.link.meet, joins=joins))
+            has_started = self._has_started or self.link.step > 0
+            wanted = self.minimum if has_started else self.of
+            if self.link.number == known and has_started and state is None and len(self.members) >= wanted:
+                return
+            # Other ranks of this replica may have failed to connect, or to get their state: then all meet again.
+            failed, is_late = map(bool, ranks.max_of_bytes([self.link.failure != "", time.monotonic() > deadline]))
+            if not failed:
+                self._take(state)
+                has_come = len(self.members) >= wanted
+                starts = has_started or has_come or (is_late and len(self.members) >= self.minimum)
+                every = self.exchange(self._first_facts(starts=starts))
+                # Another replica may have ended for some ranks of this one only, and all have to go on alike.
+                failed = ranks.max_of_bytes([every is None]) != [0]
+                if every is not None and not failed:
+                    self.check(every[0])
+                    if any(Flag.STARTS in facts.flags for facts in every[0]) and len(self.members) >= self.minimum:
+                        self._has_started = True
+                        return
+            if is_late:
+                reason = self.link.failure or "start the missing ones again, or pass a smaller minimum"
+                raise CollectiveError(
+                    f"replica {self.slot}: {len(self.members)} of {self.of} replicas are there, and "
+                    f"minimum={self.minimum}. They did not begin within {self._patience_s:g} s: {reason}"
+                )
+            if failed:
+                self.link.undo_meeting()
+            time.sleep(_AGAIN_S)
+            joins = True if len(self.members) < self.minimum else joins
+
+    def _first_facts(self, *, starts: bool) -> ReplicaFacts:
+        if self._history == bytes(WORD):
+            # Before the first step: everything that has to be equal, since no replica takes another's state.
+            self._history = self._attached.state_digest()
+        return self.facts(flags=Flag.STARTS if starts else NO_FLAGS)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what another replica takes over."""
+        return {
+            "model": self._attached.state(),
+            "groups": self._attached.groups(),
+            "registered": {name: get() for name, (get, _) in self._registered.items()},
+            "place": (self.epoch, self.batch),
+            "digests": (self._history, self._numbers),
+            "stops": self.should_stop,
+        }
+
+    def _take(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            return
+        self._taken, self.num_taken = state, self.num_taken + 1
+        self._history, self._numbers = state["digests"]
+        if self._phase != "open":
+            self._load_registered()  # first: they may unfreeze parameters
+            self.load_taken()
+
+    def _load_registered(self) -> None:
+        """Loads the state of the training loop, between two batches: before, the program would count a batch twice."""
+        if "registered" not in self._taken:
+            return
+        theirs = self._taken.pop("registered")
+        if theirs.keys() != self._registered.keys():
+            raise ReplicaMismatchError(
+                f"replica {self.slot} has registered {sorted(self._registered)}, and the others {sorted(theirs)}: "
+                "register the same names in all replicas, before the first batch"
+            )
+        for name, (_, put) in self._registered.items():
+            put(theirs[name])
+        # With the loop's state: a schedule of this program's may still change them for the batch that others stepped.
+        self._attached.load_groups(self._taken.pop("groups"))
+        self.epoch, self.batch = self._taken.pop("place")
+        self.should_stop = self._taken.pop("stops")
+
+    def watched(self, call: Callable[[], T]) -> T:
+        """Calls the link, and looks meanwhile whether the replica's other ranks are alive: the link waits for all.
+
+        Raises:
+            CollectiveError: if a rank has ended. The others are not told otherwise, and wait for this replica.
+        """
+        ranks, results = self._attached.ranks, list[T]()
+        job = self.worker.submit(lambda: results.append(call()))
+        while not concurrent.futures.wait([job], _PROBE_S).done:
+            for rank in (rank for rank in range(ranks.size) if rank != ranks.rank):
+                try:
+                    ranks.probe(rank)
+                except RuntimeError as error:
+                    self.close()
+                    raise CollectiveError(
+                        f"replica {self.slot}, rank {ranks.rank}: rank {rank} of this replica has ended, and so this "
+                        f"rank ends. The backend said: {error}"
+                    ) from error
+        job.result()
+        return results[0]
+
+
+_END: Any = object()
+
+
+def _chained(word: bytes, text: str) -> bytes:
+    return hashlib.sha256(word + text.encode()).digest()[:WORD]

@@ -1,0 +1,110 @@
+"""Processes that are killed in the midst of a step, and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.replica_processes import Kill, logged_steps, run_with_kills
+from tests.support.replicas import Case, assert_equal, members_by_step, replay
+
+POINTS = (
+    "before meeting",
+    "after meeting",
+    "before sum 0",
+    "after sum 0",
+    "before sum 1",
+    "after sum 1",
+    "before vote",
+    "after vote",
+    "after step",
+)
+
+
+def check(case: Case, kills: list[Kill], folder: Path, **options: float) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Runs the training; returns who stepped when, after the checks that hold whatever is killed."""
+    found = run_with_kills(case, kills, folder, **options)
+    for by_rank in found[1:]:
+        for mine, theirs in zip(found[0], by_rank, strict=True):
+            assert_equal(mine, theirs)
+    logged = logged_steps(folder)
+    steps = members_by_step(logged)
+    assert sorted(steps) == [(e, b) for e in range(case.num_epochs) for b in range(case.num_batches)]
+    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
+        assert torch.equal(weight, expected)
+    for slot in {0, 1} - {kill.slot for kill in kills}:
+        assert [step[:2] for step in found[slot][0]["steps"]] == sorted(steps), "a survivor ran each batch once"
+    return steps
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_at_any_point_of_a_step(point: str, ranks: int, tmp_path: Path) -> None:
+    case = Case(ranks=ranks, num_epochs=2, num_batches=10)
+    steps = check(case, [Kill(1, ranks - 1, point)], tmp_path)
+    assert (0,) in steps.values(), "the other one went on alone"
+    assert steps[1, 9] == (0, 1), "it came back"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("momentum", ranks=2, num_batches=10),
+        Case(dtype=torch.bfloat16, ranks=2, num_batches=10),
+        Case("muon", ranks=2, num_batches=10),
+    ],
+    ids=("momentum", "bf16", "muon"),
+)
+def test_the_first_rank_of_the_leader_is_killed(case: Case, tmp_path: Path) -> None:
+    """The others' group was made over its store, and it served the state."""
+    steps = check(case, [Kill(0, 0, "after sum 0", step=4)], tmp_path)
+    assert (1,) in steps.values()
+    assert steps[1, 9] == (0, 1)
+
+
+def test_replicas_are_killed_one_after_the_other(tmp_path: Path) -> None:
+    """Also one that has just come back, in the step in which it takes the state of the other; and then the other."""
+    case = Case(num_epochs=3, num_batches=10)
+    kills = [Kill(1, 0, "before vote"), Kill(1, 0, "after meeting", step=1, life=1), Kill(0, 0, "after vote", step=20)]
+    steps = check(case, kills, tmp_path)
+    assert {(0,), (1,), (0, 1)} <= set(steps.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_while_it_takes_the_state_of_another_replica(rank: int, tmp_path: Path) -> None:
+    case = Case(ranks=2, num_epochs=2, num_batches=12)
+    steps = check(case, [Kill(1, 1, "after sum 0"), Kill(1, rank, "taking", step=0, life=1)], tmp_path)
+    assert steps[1, 11] == (0, 1)
+
+
+def test_a_replica_is_killed_while_another_takes_its_state(tmp_path: Path) -> None:
+    """The one that comes back takes it from the third replica."""
+    case = Case(of=3, num_epochs=2, num_batches=16)
+    found = run_with_kills(case, [Kill(1, 0, "before vote"), Kill(0, 0, "serving", step=0)], tmp_path)
+    for other in found[1:]:
+        assert_equal(found[0][0], other[0])
+    assert (tmp_path / "ready-0-0-1").exists(), "it was killed, and came back"
+    assert members_by_step(logged_steps(tmp_path))[1, 15] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("point", ["after sum 0", "before vote"])
+def test_one_of_three_is_killed(point: str, tmp_path: Path) -> None:
+    """Both others redo the batch, and agree."""
+    case = Case(of=3, num_epochs=1, num_batches=16)
+    found = run_with_kills(case, [Kill(1, 0, point, step=4)], tmp_path)
+    for other in found[1:]:
+        assert_equal(found[0][0], other[0])
+    steps = members_by_step(logged_steps(tmp_path))
+    assert (0, 2) in steps.values()
+    assert steps[0, 15] == (0, 1, 2)
+
+
+def test_a_stopped_replica_ends_and_comes_back(tmp_path: Path) -> None:
+    """The others go on after the time-out of the sum; it was left out, and must not step alone."""
+    case = Case(num_epochs=2, num_batches=8)
+    steps = check(case, [Kill(1, 0, "before sum 0", step=3, stopped_s=8.0)], tmp_path, skew_s=3.0)
+    assert (0,) in steps.values()
+    assert steps[1, 7] == (0, 1)

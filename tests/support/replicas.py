@@ -1,0 +1,274 @@
+"""Trainings with replicas, whose ranks are threads or processes, and a replay of one in a single process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy._replicas import TorchftLink, start_lighthouse
+from megastrategy.core import Collectives, Replicas, SingleRankCollectives, make_collectives
+
+from .ranks import gloo_group
+
+torchft = pytest.importorskip("torchft", reason="replicas need torchft: pip install 'megastrategy[replicas]'")
+logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each failed sum, which are the tests' subject
+
+HEARTBEAT_S, SKEW_S, PATIENCE_S = 2.0, 20.0, 60.0
+_seeding = threading.Lock()
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "muon": lambda params: torch.optim.Muon(params, lr=0.02),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training. ``options`` are of the configuration."""
+
+    optimizer: str = "adam"
+    dtype: torch.dtype = torch.float32
+    of: int = 2
+    ranks: int = 1
+    num_epochs: int = 2
+    num_batches: int = 4
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def module(self) -> nn.Module:
+        with _seeding:  # threads have one generator
+            torch.manual_seed(7)
+            layers = [nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)]
+            if self.optimizer == "muon":
+                layers = [nn.Linear(8, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False)]
+            return nn.Sequential(*layers).to(self.dtype)
+
+    def config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(**{"bucket_size": 300, **self.options})
+
+    def batch(self, epoch: int, number: int, slot: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(((epoch * 100 + number) * 10 + slot) * 10 + rank)
+        return torch.randn(6, 8, generator=generator).to(self.dtype)
+
+    def batches(self, epoch: int, slot: int, rank: int) -> list[Tensor]:
+        return [self.batch(epoch, number, slot, rank) for number in range(self.num_batches)]
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.float().square().mean()
+
+
+Hook = Callable[[str], None]
+"""Called with the name of a point of a step, before or after which a test lets something happen."""
+
+
+class HookedLink(TorchftLink):
+    """The link to other replicas, with points at which tests interfere."""
+
+    def __init__(
+        self, slot: int, address: str, hook: Hook, skew_s: float = SKEW_S, patience_s: float = PATIENCE_S
+    ) -> None:
+        super().__init__(slot, address, HEARTBEAT_S, skew_s, patience_s, "localhost")
+        self.hook, self.num_sums = hook, 0
+
+    def join(self, ranks: Collectives, state: Callable[[], Any]) -> None:
+        def serve() -> Any:
+            self.hook("serving")
+            return state()
+
+        super().join(ranks, serve)
+
+    def _receive(self, state: Any) -> None:
+        self.hook("taking")
+        super()._receive(state)
+
+    def meet(self, *, joins: bool) -> Any:
+        self.hook("before meeting" if joins else "before meeting again")
+        found = super().meet(joins=joins)
+        self.num_sums = 0
+        self.hook("after meeting" if joins else "after meeting again")
+        return found
+
+    def mean_(self, tensor: Tensor) -> None:
+        self.hook(f"before sum {self.num_sums}")
+        super().mean_(tensor)
+        self.num_sums += 1
+        self.hook(f"after sum {self.num_sums - 1}")
+
+    def vote(self) -> bool:
+        self.hook("before vote")
+        voted = super().vote()
+        self.hook("after vote")
+        return voted
+
+    def fail(self) -> None:
+        """Lets the vote say no, as a connection does that was lost after the last sum."""
+        self._manager.report_error(RuntimeError("injected"))
+
+
+@dataclasses.dataclass
+class Run:
+    """One rank's training, and what it did.
+
+    Attributes:
+        steps: epoch, batch, the members that stepped it, and whether this replica had a part in it.
+    """
+
+    case: Case
+    slot: int
+    rank: int
+    replicas: Replicas
+    module: nn.Module
+    model: DistributedDataParallel
+    optimizer: DistributedOptimizer
+    steps: list[tuple[int, int, tuple[int, ...], bool]] = dataclasses.field(default_factory=list)
+
+    def train(self, on_step: Callable[[Run], None] = lambda run: None) -> None:
+        for epoch in self.replicas.epochs(self.case.num_epochs):
+            for batch in self.replicas.batches(self.case.batches(epoch, self.slot, self.rank)):
+                self.optimizer.zero_grad()
+                loss_of(self.model(batch)).backward()
+                self.steps.append((epoch, self.replicas.batch, self.replicas.members, not self.replicas.is_adopted))
+                self.optimizer.step()
+                on_step(self)
+
+    def outcome(self) -> dict[str, Any]:
+        """Weights, and the state of this rank's shards: equal in all replicas after a training."""
+        inner = self.optimizer.optimizer
+        self.optimizer._impl.shard_set.states.split()
+        tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {
+            "weights": [param.detach().clone() for param in self.module.parameters()],
+            "buffers": [buffer.clone() for buffer in self.module.buffers()],
+            "state": [tensor.clone() for tensor in tensors],
+            "main_params": [shard.main_param().clone() for shard in self.optimizer._impl.shard_set.shards.values()],
+            "steps": self.steps,
+        }
+
+
+def prepare(
+    case: Case,
+    slot: int,
+    rank: int,
+    address: str,
+    collectives: Collectives | None,
+    hook: Hook = lambda point: None,
+    *,
+    minimum: int = 1,
+    module: nn.Module | None = None,
+    skew_s: float = SKEW_S,
+    patience_s: float = PATIENCE_S,
+) -> Run:
+    module = case.module() if module is None else module
+    link = HookedLink(slot, address, hook, skew_s, patience_s)
+    replicas = Replicas(link, of=case.of, slot=slot, minimum=minimum, patience_s=patience_s)
+    model = DistributedDataParallel(module, case.config(), collectives=collectives, replicas=replicas)
+    optimizer = DistributedOptimizer(OPTIMIZERS[case.optimizer](module.parameters()), model)
+    return Run(case, slot, rank, replicas, module, model, optimizer)
+
+
+@contextlib.contextmanager
+def lighthouse(*, skew_s: float = SKEW_S, heartbeat_s: float = HEARTBEAT_S) -> Iterator[str]:
+    server = start_lighthouse("[::]:0", heartbeat_s=heartbeat_s, skew_s=skew_s)
+    try:
+        yield f"http://localhost:{server.address().rpartition(':')[2]}"
+    finally:
+        server.shutdown()
+
+
+def run_replicas(
+    case: Case, job: Callable[[int, int, str, Collectives], Any], *, timeout_s: float = 120.0, skew_s: float = SKEW_S
+) -> list[list[Any]]:
+    """``job(slot, rank, lighthouse, collectives)`` in a thread for each rank of each replica.
+
+    Returns results, or exceptions with their traceback as a note, by slot and rank.
+    """
+    outcomes: list[list[Any]] = [[None] * case.ranks for _ in range(case.of)]
+
+    def target(slot: int, rank: int, store: HashStore, address: str) -> None:
+        try:
+            collectives: Collectives = SingleRankCollectives()
+            if case.ranks > 1:
+                collectives = make_collectives(gloo_group(store, rank, case.ranks, 60.0), torch.device("cpu"))
+            outcomes[slot][rank] = job(slot, rank, address, collectives)
+        except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
+            error.add_note("".join(traceback.format_exception(error)))
+            outcomes[slot][rank] = error
+
+    with lighthouse(skew_s=skew_s) as address:
+        threads = []
+        for slot in range(case.of):
+            store = HashStore()
+            for rank in range(case.ranks):
+                threads.append(threading.Thread(target=target, args=(slot, rank, store, address), daemon=True))  # noqa: PERF401
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s)
+        assert not any(thread.is_alive() for thread in threads), "a replica hangs"
+    return outcomes
+
+
+def results(outcomes: Iterable[Iterable[Any]]) -> list[list[Any]]:
+    """The results of :func:`run_replicas`; an error among them is raised."""
+    failed = [each for by_rank in outcomes for each in by_rank if isinstance(each, BaseException)]
+    assert not failed, "\n".join(error.__notes__[-1] for error in failed)
+    return [list(by_rank) for by_rank in outcomes]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Compares two outcomes to the bit."""
+    for name in ("weights", "buffers", "state", "main_params"):
+        assert len(one[name]) == len(other[name]), name
+        for a, b in zip(one[name], other[name], strict=True):
+            assert torch.equal(a, b), name
+
+
+def replay(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -> list[Tensor]:
+    """The weights after a training in one process with the same replicas in each step.
+
+    Sums are over at most two ranks and two replicas, so their order makes no difference.
+    """
+    assert case.ranks <= 2
+    assert all(len(members) <= 2 for members in steps.values())
+    module = case.module()
+    mains = [nn.Parameter(param.detach().float()) for param in module.parameters()]
+    optimizer = OPTIMIZERS[case.optimizer](mains)
+    for (epoch, number), members in sorted(steps.items()):
+        totals = [torch.zeros_like(main) for main in mains]
+        for slot in members:
+            inside = [torch.zeros_like(main) for main in mains]
+            for rank in range(case.ranks):
+                loss = loss_of(module(case.batch(epoch, number, slot, rank)))
+                for sums, grad in zip(inside, torch.autograd.grad(loss, list(module.parameters())), strict=True):
+                    sums.add_(grad.float() / case.ranks)
+            for total, sums in zip(totals, inside, strict=True):
+                total.add_(sums)
+        for main, total in zip(mains, totals, strict=True):
+            main.grad = total / len(members)
+        optimizer.step()
+        with torch.no_grad():
+            for param, main in zip(module.parameters(), mains, strict=True):
+                param.copy_(main)
+    return [param.detach() for param in module.parameters()]
+
+
+def members_by_step(runs: Sequence[Sequence[tuple[int, int, tuple[int, ...], bool]]]) -> dict[tuple[int, int], Any]:
+    """The members of each step, by epoch and batch; what a rank logged last, and died of, counts least."""
+    found: dict[tuple[int, int], Any] = {}
+    for is_last in (True, False):
+        for steps in runs:
+            for place, (epoch, number, members, has_part) in enumerate(steps):
+                if has_part and is_last == (place == len(steps) - 1):
+                    found[epoch, number] = members
+    return found
