@@ -316,6 +316,9 @@ class GradBuffers(ABC):
     def keep_views_of(self, other: GradBuffers) -> None:
         """Replaces ``other``, of a different layout, but not the tensors that were ``.grad``: user code that refers to
         one still sees the gradient."""
+        for bucket, state in zip(self.layout.buckets, self._buckets, strict=True):
+            # All of them or none: a move comes after reductions. What is reduced again is scaled first, for experts.
+            state.is_reduced = any(other._buckets[other.layout.slots[i].bucket].is_reduced for i in bucket.params)
         for index, (view, kept) in enumerate(zip(self.views, other.views, strict=True)):
             if view is not None and kept is not None:
                 self.local_parts.local_view(kept).data = self.local_parts.local_view(view)

@@ -63,6 +63,12 @@ SIZES = {
         "4 x 1, pooled, 2 microbatches": Case(4, microbatches=2, options=POOLED),
         "4 x 1, 3 reductions": Case(4, microbatches=3, syncs_each=True),
         "4 x 1, all-reduce, 3 reductions": Case(4, microbatches=3, syncs_each=True, options=ALL_REDUCE),
+        "all-reduce, 3 reductions, and a move after the first": Case(
+            2, microbatches=3, syncs_each=True, options=(*ALL_REDUCE, ("bucket_size", 1))
+        ),
+        "3 reductions, and a move after the first": Case(
+            2, microbatches=3, syncs_each=True, options=(("bucket_size", 1),)
+        ),
         "state on the host": Case(2, optimizer="adamw", options=(("offload_optimizer_states", True),)),
         "no overlap": Case(2, options=(("overlap_grad_reduce", False),)),
         "all tokens on two experts for three steps": Case(2, crowded_steps=(1, 2, 3)),
