@@ -41,7 +41,7 @@ def outcomes_of(case: Case, step: Step, **more: Any) -> list[Any]:
                 run.steps.append((epoch, run.replicas.batch, run.replicas.members, not run.replicas.is_adopted))
         return run.outcome()
 
-    return [by_rank[0] for by_rank in run_replicas(case, job, skew_s=more.get("skew_s", 20.0))]
+    return [by_rank[0] for by_rank in run_replicas(case, job)]
 
 
 def equal(outcomes: list[Any]) -> list[Any]:

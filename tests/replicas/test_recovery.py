@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megastrategy.core import Collectives
+from tests.support.patience import HANG_S
 from tests.support.replicas import Case, Run, assert_equal, members_by_step, prepare, replay, results, run_replicas
 
 CASES = {
@@ -100,7 +101,7 @@ def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_t
     def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
         module = case.module()
         if slot == 1:
-            assert may_come.wait(60.0)
+            assert may_come.wait(HANG_S)
             with torch.no_grad():
                 for param in module.parameters():
                     param.add_(1.0)
@@ -113,7 +114,7 @@ def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_t
             seen.append(run.replicas.batch)
             if slot == 0 and len(run.steps) >= 3 and len(run.replicas.members) == 1:
                 may_come.set()
-                assert is_coming.wait(60.0)
+                assert is_coming.wait(HANG_S)
                 time.sleep(0.2)
 
         run.train(on_step)

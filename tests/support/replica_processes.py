@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .patience import HANG_S
 from .replicas import HEARTBEAT_S, SKEW_S, Case, Run, lighthouse, prepare
 
-SOON_S = 30.0
+SOON_S = 120.0
 """Within so many seconds a rank ends by itself, after another of its replica was killed."""
 
 
@@ -49,7 +50,7 @@ class _Replica:
 
 
 def run_with_kills(
-    case: Case, kills: Sequence[Kill], folder: Path, *, skew_s: float = SKEW_S, timeout_s: float = 300.0
+    case: Case, kills: Sequence[Kill], folder: Path, *, skew_s: float = SKEW_S, timeout_s: float = HANG_S
 ) -> list[list[Any]]:
     """The outcomes of a training by slot and rank, in which these processes were killed and started again."""
     context = multiprocessing.get_context("forkserver")
@@ -126,7 +127,7 @@ def _rank(
         init_method=f"file://{folder}/store-{slot}-{life}",
         rank=rank,
         world_size=case.ranks,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=HANG_S),
     )
     run = prepare(case, slot, rank, address, None, hook, skew_s=skew_s)
 
@@ -146,7 +147,7 @@ def _rank(
 
 def _wait_for_next_life(folder: Path, run: Run) -> None:
     """Returns when those that are gone have come back once, or soon, if they have been killed again since."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANG_S / 2
     for slot in set(range(run.case.of)) - set(run.replicas.members):
         while not (folder / f"ready-{slot}-0-1").exists() and time.monotonic() < deadline:
             time.sleep(0.02)

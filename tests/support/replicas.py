@@ -19,12 +19,14 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._replicas import TorchftLink, start_lighthouse
 from megastrategy.core import Collectives, Replicas, SingleRankCollectives, make_collectives
 
+from .patience import HANG_S
 from .ranks import gloo_group
 
 torchft = pytest.importorskip("torchft", reason="replicas need torchft: pip install 'megastrategy[replicas]'")
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each failed sum, which are the tests' subject
 
-HEARTBEAT_S, SKEW_S, PATIENCE_S = 2.0, 20.0, 60.0
+HEARTBEAT_S, SKEW_S, PATIENCE_S = 4.0, 60.0, 120.0
+"""Long enough for processes that get a hundredth of a core, as on a machine with other work."""
 _seeding = threading.Lock()
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -187,7 +189,7 @@ def lighthouse(*, skew_s: float = SKEW_S, heartbeat_s: float = HEARTBEAT_S) -> I
 
 
 def run_replicas(
-    case: Case, job: Callable[[int, int, str, Collectives], Any], *, timeout_s: float = 120.0, skew_s: float = SKEW_S
+    case: Case, job: Callable[[int, int, str, Collectives], Any], *, timeout_s: float = HANG_S, skew_s: float = SKEW_S
 ) -> list[list[Any]]:
     """``job(slot, rank, lighthouse, collectives)`` in a thread for each rank of each replica.
 
@@ -199,7 +201,7 @@ def run_replicas(
         try:
             collectives: Collectives = SingleRankCollectives()
             if case.ranks > 1:
-                collectives = make_collectives(gloo_group(store, rank, case.ranks, 60.0), torch.device("cpu"))
+                collectives = make_collectives(gloo_group(store, rank, case.ranks, 120.0), torch.device("cpu"))
             outcomes[slot][rank] = job(slot, rank, address, collectives)
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))
