@@ -97,7 +97,7 @@ def when_wrapped(collectives: Collectives) -> None:
     """Layouts are compared."""
     config = DistributedDataParallelConfig()
     specs = [ParamSpec(f"p{n}", (64,), (1,), torch.float32, torch.float32) for n in range(NUM_PARAMS)]
-    agree_on_layout(build_layout(specs, config, collectives.size), config, collectives)
+    agree_on_layout(build_layout(specs, config, collectives.size), config, collectives, {})
 
 
 PLACES: dict[str, Callable[[Collectives], None]] = {

@@ -43,6 +43,11 @@ class LaunchedBuckets:
         """The buckets that were launched: the first of the layout, which all ranks launch in order."""
         return len(self._handles)
 
+    def has_space_for(self, bucket: int, buffers: GradBuffers) -> bool:
+        """Returns True if :meth:`launch` of this bucket does not wait for earlier ones."""
+        most = buffers.max_in_flight
+        return most is None or len(self._in_flight) + buffers.num_pieces(bucket) <= most
+
     def launch(self, bucket: int, buffers: GradBuffers) -> None:
         """Sends a sealed bucket, which follows the last that was launched."""
         self._handles.append(self._start(bucket, buffers))

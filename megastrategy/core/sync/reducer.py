@@ -465,8 +465,16 @@ class Reducer:
         self._has_local_grads = True
 
     def _launch_ready(self) -> None:
-        while self._launched.num < len(self._missing) and self._missing[self._launched.num] == 0:
-            self._launch(self._launched.num)
+        while (bucket := self._launched.num) < len(self._missing) and self._missing[bucket] == 0:
+            # Hazard: a backward of divided experts exchanges tokens. A rank that waits here for a bucket of a rank
+            # whose experts got none, and whose bucket follows its backward, would keep that rank waiting for tokens.
+            if self._exchanges_tokens and not self._launched.has_space_for(bucket, self.buffers):
+                return
+            self._launch(bucket)
+
+    @property
+    def _exchanges_tokens(self) -> bool:
+        return any(len(buffer.domain.groups) > 1 for buffer in self._layout.buffers)
 
     def _launch(self, bucket: int) -> None:
         with profiler_range("reduce", bucket):

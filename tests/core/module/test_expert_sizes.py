@@ -75,6 +75,12 @@ SIZES = {
         "and no gradient of the others": Case(4, crowded_steps=(1, 2, 3), uses_idle=False),
         "and all-reduce": Case(2, crowded_steps=(0, 1, 2), uses_idle=False, options=ALL_REDUCE),
         "and pooled": Case(4, crowded_steps=(0, 1, 2), uses_idle=False, options=POOLED),
+        "and pooled, in buckets that fill the staging buffers": Case(
+            2, num_experts=3, crowded_steps=(1, 2), uses_idle=False, options=(*POOLED, ("bucket_size", 1))
+        ),
+        "and a layer that is not used": Case(
+            2, num_experts=3, shallow_steps=(2, 3), uses_idle=False, options=(*POOLED, ("bucket_size", 1))
+        ),
         "recomputed, and a layer that is used twice": Case(2, recomputes="not reentrant"),
         "and reentrant, so that gradients are late": Case(2, recomputes="reentrant"),
         "and reentrant and all-reduce": Case(2, recomputes="reentrant", options=ALL_REDUCE),
