@@ -87,7 +87,12 @@ class ExpertGroup(PartsGroup):
                     f"buffer {name!r} is a DTensor, and buffers become rank 0's before each forward. Register it as a "
                     "plain tensor with a value for each expert of the model, the same on all ranks"
                 )
-        for name, param in dtensors_of(module).items():
+        if not (divided := dtensors_of(module)):
+            raise ValueError(
+                f"expert_mesh and a {type(module).__name__} without divided experts, so that every rank would train all "
+                f"of them: leave it out, or divide them. {_WAY_OUT}"
+            )
+        for name, param in divided.items():
             if param.device_mesh != self._mesh or type(param.placements[0]) is not Shard:
                 raise ValueError(
                     f"parameter {name!r} is a DTensor ({', '.join(map(repr, param.placements))} on a mesh of "

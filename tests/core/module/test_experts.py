@@ -350,6 +350,7 @@ def refuse_each() -> dict[str, str]:
     attempt(
         "no buffers", other, use_distributed_optimizer=False, use_contiguous_buffers=False, overlap_grad_reduce=False
     )
+    attempt("whole experts", other)
     for layer in module.layers:
         assert isinstance(layer, Experts)
         layer.divide(other["a"])
@@ -375,6 +376,7 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
         assert "a multiple of the 4 ranks that experts are divided over" in said["instances"]
         assert "Leave both out with expert_mesh" in said["promise"]
         assert "use_contiguous_buffers=False is not supported with expert_mesh" in said["no buffers"]
+        assert "a Model without divided experts" in said["whole experts"]
         assert "'layers.0.up' is a DTensor" in said["another dimension"]
         assert "buffer 'layers.0.counters' is a DTensor" in said["buffer"]
         assert "is a stack of experts that ranks divide: each rank has a part of it" in said["Adafactor"]
