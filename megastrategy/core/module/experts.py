@@ -89,8 +89,8 @@ class ExpertGroup(PartsGroup):
                 )
         if not (divided := dtensors_of(module)):
             raise ValueError(
-                f"expert_mesh and a {type(module).__name__} without divided experts, so that every rank would train all "
-                f"of them: leave it out, or divide them. {_WAY_OUT}"
+                f"expert_mesh and a {type(module).__name__} without divided experts, so that every rank would train "
+                f"all of them: leave it out, or divide them. {_WAY_OUT}"
             )
         for name, param in divided.items():
             if param.device_mesh != self._mesh or type(param.placements[0]) is not Shard:
