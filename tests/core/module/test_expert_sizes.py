@@ -41,8 +41,8 @@ SIZES = {
         "4 x 2": Case(4, steps=20),
         "8 x 1": Case(8, num_experts=8, steps=20),
         "5 experts on 4 x 2": Case(4, num_experts=5),
-        "2 x 4, 2 instances": Case(2, options=INSTANCES),
-        "4 x 2, 2 instances, 5 experts": Case(4, num_experts=5, options=INSTANCES),
+        "2 x 4, 2 instances": Case(2, steps=20, options=INSTANCES),
+        "4 x 2, 2 instances, 5 experts": Case(4, num_experts=5, steps=20, options=INSTANCES),
         "2 x 4, 4 instances": Case(2, options=(("num_distributed_optimizer_instances", 4),)),
         "2 x 4, 2 instances, pooled": Case(2, microbatches=2, options=INSTANCES + POOLED),
         "2 x 4, 2 instances, 3 reductions": Case(2, microbatches=3, syncs_each=True, options=INSTANCES),
@@ -337,3 +337,16 @@ def test_a_module_that_is_moved_trains_as_one_process() -> None:
     for number, case in enumerate(cases):
         for way in range(2):
             assert_equal([outcomes[number][way] for outcomes in ranks], train_alone(case, RANKS), 1e-6)
+
+
+def wrap_local_experts() -> str:
+    """Each rank has an expert of its own, under its number in the whole model."""
+    module = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+    with pytest.raises(LayoutMismatchError) as raised:
+        DistributedDataParallel(module)
+    return str(raised.value)
+
+
+def test_local_experts_are_refused_by_name() -> None:
+    for text in run_processes(RANKS, wrap_local_experts):
+        assert "0.weight" in text

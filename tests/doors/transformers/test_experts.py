@@ -15,7 +15,7 @@ from tests.support.tensor_parallel import whole
 
 transformers = pytest.importorskip("transformers")
 
-RANKS, EP, STEPS = 4, 2, 6
+RANKS, EP, STEPS = 4, 2, 20
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
