@@ -104,11 +104,11 @@ class LaunchedBuckets:
         mean, average = 1.0 / self._collectives.size, self._average
         if sums is not None:
             return ranks.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
-        if layout.num_shards > 1:
-            handle, own = ranks.reduce_scatter(tensor, mean, scale_sum=average), tensor.chunk(ranks.size)[ranks.rank]
-        else:
-            handle, own = ranks.all_reduce(tensor, mean, scale_sum=average), tensor
-        return handle if self._across is None else self._across.start(own, handle)
+        is_sharded = layout.num_shards > 1
+        handle = (ranks.reduce_scatter if is_sharded else ranks.all_reduce)(tensor, mean, scale_sum=average)
+        if self._across is None:
+            return handle
+        return self._across.start(tensor.chunk(ranks.size)[ranks.rank] if is_sharded else tensor, handle)
 
     def _end(self, bucket: int, handle: Handle) -> None:
         handle.wait()

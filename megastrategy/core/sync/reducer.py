@@ -468,7 +468,7 @@ class Reducer:
         while (bucket := self._launched.num) < len(self._missing) and self._missing[bucket] == 0:
             # Hazard: a backward of divided experts exchanges tokens. A rank that waits here for a bucket of a rank
             # whose experts got none, and whose bucket follows its backward, would keep that rank waiting for tokens.
-            if self._exchanges_tokens and not self._launched.has_space_for(bucket, self.buffers):
+            if not self._launched.has_space_for(bucket, self.buffers) and self._exchanges_tokens:
                 return
             self._launch(bucket)
 
