@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
@@ -31,19 +32,11 @@ _VOCABULARY, _WIDTH, _DEPTH, _TIME, _BATCH = 4096, 256, 4, 64, 4
 _NUM_EXPERTS, _TOP = 8, 2
 
 
-class _Exchange(torch.autograd.Function):
-    """Sends ``sent[r]`` rows to rank r of a group and receives ``received[r]`` from it; backward returns gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sends ``sent[r]`` rows to rank r of a group and returns ``received[r]`` from it; backward returns gradients."""
+    out = rows.new_empty(sum(received), rows.shape[1])
+    result: Tensor = all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return result
 
 
 class Experts(nn.Module):
@@ -62,12 +55,12 @@ class Experts(nn.Module):
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = (each.view(size, -1).sum(1).tolist() for each in (counts, arriving))
-        arrived = _Exchange.apply(rows, sent, received, group)
+        arrived = _exchanged(rows, sent, received, group)
         by_expert = torch.arange(_NUM_EXPERTS // size).repeat(size).repeat_interleave(arriving).argsort(stable=True)
         parts = arrived[by_expert].split(arriving.view(size, -1).sum(0).tolist())
         up, down = (weights.to_local() for weights in (self.up, self.down))
         out = torch.cat([functional.gelu(part @ up[i]) @ down[i] for i, part in enumerate(parts)])
-        returned: Tensor = _Exchange.apply(torch.empty_like(out).index_copy(0, by_expert, out), received, sent, group)
+        returned: Tensor = _exchanged(torch.empty_like(out).index_copy(0, by_expert, out), received, sent, group)
         return returned
 
 

@@ -18,7 +18,6 @@ import pydoc_data.topics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
@@ -38,19 +38,11 @@ MICROBATCHES = 4
 """The number of microbatches in a step, on all ranks together. Each has a balance loss of its own."""
 
 
-class Exchange(torch.autograd.Function):
-    """Sends ``sent[r]`` rows to rank r of a group and receives ``received[r]`` from it; backward returns gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sends ``sent[r]`` rows to rank r of a group and returns ``received[r]`` from it; backward returns gradients."""
+    out = rows.new_empty(sum(received), rows.shape[1])
+    result: Tensor = all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return result
 
 
 class Attention(nn.Module):
@@ -115,12 +107,12 @@ class Experts(nn.Module):
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = (of_ranks.view(size, -1).sum(1).tolist() for of_ranks in (counts, arriving))
         # A rank without tokens sends and receives nothing, and takes part: its empty result stays in the graph.
-        arrived = Exchange.apply(rows, sent, received, group)
+        arrived = exchanged(rows, sent, received, group)
         experts = torch.arange(NUM_EXPERTS // size).repeat(size).repeat_interleave(arriving)
         by_expert = experts.argsort(stable=True)
         out = self._run(arrived[by_expert], arriving.view(size, -1).sum(0))
         out = torch.empty_like(out).index_copy(0, by_expert, out)
-        returned: Tensor = Exchange.apply(out, received, sent, group)
+        returned: Tensor = exchanged(out, received, sent, group)
         return returned
 
 
