@@ -474,40 +474,33 @@ def test_the_page_has_every_section_by_its_own_words() -> None:
 # --- torch's sanitizer and two threads -------------------------------------------------------------------------------
 
 
-def num_reports(events: Any) -> int:
-    """The sanitizer's reports while two threads work; each makes one of its streams wait for its other."""
-    reports: list[Any] = []
+class MeanwhileElsewhere(set[int]):
+    """Addresses that a launch writes; while it looks at them, another thread makes a launch of its own."""
 
-    def work(write_on: int) -> None:
-        read_on, pointer, event = write_on + 1, 8 * write_on, 100 + write_on
-        for _ in range(300):
-            reports.extend(events._handle_kernel_launch(write_on, set(), {pointer}, set(), "", {pointer: []}))
-            events._handle_event_record(event, write_on)
-            events._handle_event_wait(event, read_on)
-            reports.extend(events._handle_kernel_launch(read_on, {pointer}, set(), set(), "", {pointer: []}))
-            events._handle_event_record(event, read_on)
-            events._handle_event_wait(event, write_on)
+    def __init__(self, pointer: int, events: Any, patience: float) -> None:
+        super().__init__({pointer})
+        self.patience = patience
+        self.other = threading.Thread(target=events._handle_kernel_launch, args=(3, set(), {24}, set(), "", {24: []}))
 
-    threads = [threading.Thread(target=work, args=(stream,)) for stream in (1, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return len(reports)
+    def __iter__(self) -> Iterator[int]:
+        self.other.start()
+        self.other.join(self.patience)
+        return super().__iter__()
 
 
-def test_the_sanitizer_reports_nothing_that_two_threads_order(switches_at_once: None) -> None:
+def num_reports(events: Any, patience: float) -> int:
+    """The sanitizer's reports of a write on one stream and a read on a second, which waits for the first."""
+    writes = MeanwhileElsewhere(8, events, patience)
+    reports = list(events._handle_kernel_launch(1, set(), writes, set(), "", {8: []}))
+    writes.other.join()
+    events._handle_event_record(100, 1)
+    events._handle_event_wait(100, 2)
+    return len(reports + events._handle_kernel_launch(2, {8}, set(), set(), "", {8: []}))
+
+
+def test_the_sanitizer_reports_nothing_that_two_threads_order() -> None:
     """Without the lock it takes one launch for the other's, and reports a wait that is there."""
-    assert num_reports(_sanitizer.EventHandler()) > 0
+    assert num_reports(_sanitizer.EventHandler(), patience=60.0) == 1
     events = _sanitizer.EventHandler()
     parity.look_at_one_launch_at_a_time(events)
-    assert num_reports(events) == 0
-
-
-@pytest.fixture
-def switches_at_once() -> Iterator[None]:
-    """Lets threads take turns as often as the interpreter can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+    assert num_reports(events, patience=0.2) == 0
