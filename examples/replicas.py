@@ -1,11 +1,12 @@
 """Trains a small network on scikit-learn's digits in replicas that may fail and come back.
 
     megastrategy replicas --of 2 --ranks 2 --heartbeat 2 --skew 10 examples/replicas.py
-    megastrategy replicas --of 2 --ranks 2 --heartbeat 2 --skew 10 examples/replicas.py --kill 1:30
+    megastrategy replicas --of 2 --ranks 2 --heartbeat 2 --skew 10 examples/replicas.py --kill 1:30 0:200
 
-The second command kills a process of replica 1 in step 30, as a machine that breaks would; kill -9 is the same. The
-other replica repeats that batch by itself and goes on, and replica 1 comes back. Each replica writes the checksum of
-its weights at the end, and all are equal.
+The second command kills a process of replica 1 in step 30, as a machine that breaks would, and of replica 0 in step
+200; kill -9 is the same. The other replica repeats that batch by itself and goes on, and the killed one comes back.
+Each replica writes the checksum of its weights at the end, and all are equal. OUT/steps-SLOT.csv has the time, loss and
+number of replicas of each step, which examples/replicas_picture.py draws.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between steps: such steps take milliseconds")
-    parser.add_argument("--kill", default="", metavar="SLOT:STEP", help="kill this replica in this step, once")
+    parser.add_argument("--kill", nargs="*", default=[], metavar="SLOT:STEP", help="kill this replica in this step")
     parser.add_argument("--out", type=Path, default=Path("runs/replicas"))
     options = parser.parse_args()
 
@@ -66,6 +67,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
+            if rank == 0:
+                log(options.out / f"steps-{replicas.slot}.csv", schedule.last_epoch, loss, replicas.members)
             time.sleep(options.pause)
             if replicas.is_leader and rank == 0 and schedule.last_epoch % 10 == 0:
                 print(f"step {schedule.last_epoch}: loss {loss.item():.3f}, replicas {replicas.members}", flush=True)
@@ -79,10 +82,16 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def kill_once(where: str, slot: int, step: int, rank: int, folder: Path) -> None:
-    """Ends this process as a broken machine does, in the given step, if it has not done so before."""
-    mark = folder / "was-killed"
-    if where == f"{slot}:{step}" and rank == 0 and not mark.exists():
+def log(path: Path, step: int, loss: torch.Tensor, members: tuple[int, ...]) -> None:
+    """Adds a line to what this replica wrote before it was killed."""
+    with path.open("a") as file:
+        file.write(f"{step},{time.time()},{loss.item()},{len(members)}\n")
+
+
+def kill_once(where: list[str], slot: int, step: int, rank: int, folder: Path) -> None:
+    """Ends this process as a broken machine does, if this step is among those, and it has not done so before."""
+    mark = folder / f"killed-{slot}-{step}"
+    if f"{slot}:{step}" in where and rank == 0 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

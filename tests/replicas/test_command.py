@@ -40,9 +40,12 @@ def test_the_example_kills_a_process_which_comes_back(tmp_path: Path) -> None:
     assert "replica 1 ended with exit code 1; it is started again" in done.stderr
     assert "replicas (0,)" in done.stdout
     last = re.findall(r"step (\d+): .* replicas (\(.*\))", done.stdout)[-1]
-    assert last == ("1120", "(0, 1)")
+    assert last == ("1160", "(0, 1)")
     one, other = ((tmp_path / "runs" / "replicas" / f"weights-{slot}").read_text() for slot in (0, 1))
     assert one == other
+    command = [sys.executable, str(ROOT / "examples" / "replicas_picture.py"), "steps.png", "runs/replicas"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=HANG_S)
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.fresh

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import socket
 import threading
 import time
 from typing import Any
@@ -11,9 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from megastrategy._replicas import start_lighthouse
 from megastrategy.core import Collectives
+from megastrategy.errors import ReplicaMismatchError
 from tests.support.patience import HANG_S
-from tests.support.replicas import Case, Run, assert_equal, members_by_step, prepare, replay, results, run_replicas
+from tests.support.replicas import (
+    HEARTBEAT_S,
+    SKEW_S,
+    Case,
+    Run,
+    assert_equal,
+    members_by_step,
+    prepare,
+    replay,
+    results,
+    run_replicas,
+)
 
 CASES = {
     "adam": Case(),
@@ -162,3 +177,90 @@ def test_all_replicas_resume_from_a_checkpoint_of_one() -> None:
         for mine, theirs in zip(expected[slot], found[slot], strict=True):
             assert_equal(mine, theirs)
             assert mine["steps"][case.num_batches :] == theirs["steps"]
+
+
+class Forwarder:
+    """A port whose connections go to another one, which may change: then the present ones end."""
+
+    def __init__(self, target: int) -> None:
+        self._target, self._server, self._open = target, socket.create_server(("localhost", 0)), list[socket.socket]()
+        self.address = f"http://localhost:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def switch(self, target: int) -> None:
+        self._target = target
+        self._end(*self._open)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._end(self._server, *self._open)
+
+    @staticmethod
+    def _end(*sockets: socket.socket) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError), self._server:
+            while True:
+                ours, theirs = self._server.accept()[0], socket.create_connection(("localhost", self._target))
+                self._open += [ours, theirs]
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(2**16):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+class Lighthouse:
+    """A lighthouse that makes no group of fewer than ``minimum`` replicas."""
+
+    def __init__(self, minimum: int) -> None:
+        self._server = start_lighthouse("[::]:0", heartbeat_s=HEARTBEAT_S, skew_s=SKEW_S, minimum=minimum)
+        self.port = int(self._server.address().rpartition(":")[2])
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+
+def test_two_groups_that_made_equally_many_steps_are_found() -> None:
+    """For three steps each replica has a lighthouse of its own; torchft compares numbers of steps only."""
+    case = Case("momentum", num_epochs=1, num_batches=10)
+    with contextlib.ExitStack() as stack:
+        both, *own = (
+            stack.enter_context(contextlib.closing(Lighthouse(minimum))).port  # the common one makes no group of one
+            for minimum in (2, 1, 1)
+        )
+
+        def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+            forwarder, num_meetings = stack.enter_context(contextlib.closing(Forwarder(both))), 0
+
+            def hook(point: str) -> None:
+                nonlocal num_meetings
+                num_meetings += point == "before meeting"
+                if point == "before meeting" and num_meetings in (3, 7):
+                    # As after a failed vote: groups get new numbers, which lighthouses have in common otherwise.
+                    run.replicas.link._manager._commit_failures += 1  # type: ignore[attr-defined]
+                if (point, num_meetings) in {("before meeting", 4), ("before meeting again", 7)}:
+                    forwarder.switch(own[slot])
+                if (point, num_meetings) == ("before meeting", 7):
+                    forwarder.switch(both)
+
+            run = prepare(case, slot, rank, forwarder.address, collectives, hook)
+            try:
+                run.train()
+            except ReplicaMismatchError as error:
+                return run.steps, str(error)
+            return run.steps, ""
+
+        (first, none), (second, error) = (by_rank[0] for by_rank in results(run_replicas(case, job)))
+    assert [members for _, _, members, _ in first] == 3 * [(0, 1)] + 7 * [(0,)]
+    assert [members for _, _, members, _ in second] == 3 * [(0, 1)] + 3 * [(1,)]
+    assert none == ""
+    assert "replica 1 of 2 that train together: its steps so far are not those of the others" in error
