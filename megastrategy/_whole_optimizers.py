@@ -8,7 +8,7 @@ gradient. Here the first would train nothing where gradients are reduce-scattere
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -38,6 +38,17 @@ class WholeOptimizers:
         if params.isdisjoint(map(id, model.engine.named_params().values())):
             return self.add(optimizer)
         return DistributedOptimizer(optimizer, model)
+
+    def add_or_shard_all(
+        self, optimizers: Sequence[Optimizer], model: DistributedDataParallel, unchanged: type[Optimizer]
+    ) -> list[Optimizer]:
+        """Does so with each that is not sharded for ``model`` yet, and not of the class ``unchanged``."""
+        # Of a fit before: the user's optimizer inside is one of torch's again.
+        raw: list[Any] = [
+            opt.optimizer if isinstance(opt, DistributedOptimizer) and opt.is_closed else opt for opt in optimizers
+        ]
+        is_ready = (DistributedOptimizer, unchanged)
+        return [opt if isinstance(opt, is_ready) else self.add_or_shard(opt, model) for opt in raw]
 
     def refuse_earlier(self, model: DistributedDataParallel, done: str, way_out: str) -> None:
         """Closes ``model`` and raises ValueError if a known optimizer has a trainable parameter of it and cannot step

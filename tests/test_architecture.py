@@ -340,8 +340,8 @@ def test_files_and_functions_are_short(folder: str) -> None:
 
 MAX_PUBLIC_METHODS, MAX_ATTRIBUTES = 30, 20
 LARGE_CLASSES = {
-    "TrainerStrategy": (36, 20, "Lightning's interface of a strategy has as many methods"),
-    "MegatronDDPStrategy": (36, 20, "a TrainerStrategy"),
+    "TrainerStrategy": (37, 20, "Lightning's interface of a strategy has as many methods"),
+    "MegatronDDPStrategy": (37, 20, "a TrainerStrategy"),
     "Engine": (31, 26, "it makes all parts of a wrapped model, and other folders reach them through it"),
     "Reducer": (30, 29, "the phases of a backward share its state"),
     "Pipeline": (30, 21, "the schedule's sizes and groups"),

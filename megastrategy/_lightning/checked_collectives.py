@@ -11,8 +11,10 @@ default group. They do so before each batch, too, where Lightning broadcasts whe
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from .._faults.recovery import StoreAllGather, report_failure
 from ..core import CollectiveError, Collectives, DistributedOptimizer, Engine
 from .meshes import ModelMesh
 
+_log = logging.getLogger("megastrategy")
 _CALLS = {
     "setup": "sets its model up",
     "batch": "comes to its next batch, or to the end of its fit",
@@ -176,3 +179,15 @@ class CheckedCollectives:
         if not gather.problem or self.engine.layout.num_shards == 1:
             return ""
         return f"the optimizer state is sharded over the ranks and {gather.problem}"
+
+    def cannot_save(self, path: str | Path) -> bool:
+        """Logs why this checkpoint cannot be saved, if so, when all ranks have come to save it."""
+        reason = self.why_not_saved(waits=True)
+        if reason:
+            _log.error(
+                "rank %d: %s was NOT saved after the exception, since %s. The checkpoint before it is the last",
+                self._strategy.global_rank,
+                path,
+                reason,
+            )
+        return reason != ""

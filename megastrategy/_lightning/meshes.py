@@ -18,7 +18,7 @@ from torch.nn import Module
 from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
 from .._expert_mesh import EXPERT_DATA, check_divides, check_has_experts, make_expert_mesh
 from .._faults.process_collectives import engine_collectives
-from ..core import DistributedDataParallelConfig, check_expert_options, cut_state, materialise
+from ..core import DistributedDataParallelConfig, Replicas, check_expert_options, cut_state, materialise
 from .weight_averages import averages_weights
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class ModelMesh:
         self.data_group: ProcessGroup | None = None
         self.shares_model = False
 
-    def make(self, world_size: int, device: torch.device) -> None:
-        """Makes the meshes of ``world_size`` ranks. Collective.
+    def make(self, world_size: int, device: torch.device, module: Any = None) -> None:
+        """Makes the meshes of ``world_size`` ranks, for a LightningModule as its ``device_mesh``. Collective.
 
         Raises:
             ValueError: if the ranks cannot be divided so.
@@ -113,6 +113,8 @@ class ModelMesh:
         left_out = [dim for dim, size in enumerate(dims.values()) if size == 1]
         names = tuple(name for name, size in dims.items() if size != 1)
         self.mesh = DeviceMesh(device.type, ranks.squeeze(left_out), mesh_dim_names=names)
+        if module is not None:
+            module._device_mesh = self.mesh  # which configure_model reads as self.device_mesh
         if tensor * pipeline > 1:
             self.data_group = self.mesh.get_group(DATA)
             if context > 1:
@@ -139,6 +141,14 @@ class ModelMesh:
         if self._num_parts > 1:
             check_expert_options(config, "expert_parallel_size")
         return config
+
+    def checked_replicas(self, replicas: Replicas | None) -> Replicas | None:
+        """Returns the replicas. Raises ValueError for ranks that share a model or a sequence."""
+        sizes = self._sizes | {"expert_parallel_size": self._num_parts}
+        for name, size in sizes.items():
+            if replicas is not None and size > 1:
+                raise ValueError(f"replicas= and {name}={size} are not supported together: leave one of them out")
+        return replicas
 
     def engine_ranks(self, module: Module, device: torch.device, *, agreed: bool = False) -> dict[str, Any]:
         """Returns the arguments of DistributedDataParallel that say which ranks reduce gradients. Collective.

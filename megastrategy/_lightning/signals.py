@@ -24,25 +24,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .checked_collectives import CallCheck
+from .replaced_methods import ReplacedMethods
 from .shared_signals import SharedSignals
 
+if TYPE_CHECKING:
+    from .trainer_replicas import TrainerReplicas
+
 _log = logging.getLogger("megastrategy")
-
-
-class _Replacement:
-    """Replaces a method of Lightning's object. Copies and pickles of the object have their own method again."""
-
-    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        self._owner, self._name, self._run = owner, name, run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner, self._name)  # the object is being made, and has only its class's methods
 
 
 class SignalAgreement:
@@ -52,47 +43,46 @@ class SignalAgreement:
         trainer: the Trainer, before it registers its signal handlers.
         call_check: the ranks agree by it before a batch; None on one rank.
         sigterm_exception: raised by Lightning for SIGTERM.
+        replicas: meet before a batch, when no signal stops this one.
     """
 
-    def __init__(self, trainer: Any, call_check: CallCheck | None, sigterm_exception: type[BaseException]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        call_check: CallCheck | None,
+        sigterm_exception: type[BaseException],
+        replicas: TrainerReplicas,
+    ) -> None:
         self._trainer, self._call_check, self._sigterm_exception = trainer, call_check, sigterm_exception
+        self._replicas = replicas
         self._connector = trainer._signal_connector
         self._shared = SharedSignals() if call_check is not None else None
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced = ReplacedMethods()
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
-        self._replace(self._connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._replace(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
+        self._replaced.add(self._connector, "_sigterm_notifier_fn", self._on_sigterm)
+        self._replaced.add(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
         fit_loop = trainer.fit_loop
         for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._replace(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
+            self._replaced.add(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
         loop = trainer.predict_loop
-        self._replace(loop, "_predict_step", self._obeying(loop, loop._predict_step))
+        self._replaced.add(loop, "_predict_step", self._obeying(loop, loop._predict_step))
         if self._shared is None:
-            self._replace(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
+            self._replaced.add(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
         else:
-            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree)
-            self._replace(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
-            self._replace(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
+            self._replaced.add(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree_before_batch)
+            self._replaced.add(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
+            self._replaced.add(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies as None: a copy of the Trainer runs nothing that a signal could end."""
         return type(None), ()
 
     def remove(self) -> None:
-        """Puts Lightning's own methods back, or those that a user had put in their place."""
-        for owner, name, before in self._replaced:
-            if before is not None:
-                setattr(owner, name, before)
-            else:
-                vars(owner).pop(name, None)
-        self._replaced.clear()
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, _Replacement(owner, name, method))
+        """Puts Lightning's own methods back."""
+        self._replaced.remove()
 
     # --- handlers ----------------------------------------------------------------------------------------------------
 
@@ -168,9 +158,14 @@ class SignalAgreement:
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
             self._requeue(self._num_requeues, self._requeue_signal)
+            self._replicas.begin_batch()
             return method(*arguments, **options)
 
         return run
+
+    def _agree_before_batch(self) -> None:
+        self._agree()
+        self._replicas.begin_batch()
 
     def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the end of a fit: no next batch comes before which ranks would stop."""
@@ -185,7 +180,8 @@ class SignalAgreement:
     def _requeue(self, num_requeues: int, signum: int) -> None:
         if num_requeues > self._num_requeues_done:  # the same signal may reach another rank a batch later
             self._num_requeues_done = num_requeues
-            self._save_and_requeue(signum, None)
+            with self._replicas.acting_alone():
+                self._save_and_requeue(signum, None)
 
     def _agree(self) -> None:
         assert self._call_check is not None

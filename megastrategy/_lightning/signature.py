@@ -15,7 +15,7 @@ from torch.nn import Module
 from megastrategy_autoload import DOORS
 
 from .._checkpoints.directories import StateDictType
-from ..core import DistributedDataParallelConfig, config_from_arguments, describe_translation
+from ..core import DistributedDataParallelConfig, Replicas, config_from_arguments, describe_translation
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -34,6 +34,12 @@ ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(u
 
 NO_SCALER = "choose a precision without a scaler, like 'bf16-mixed'"
 """The way to train without gradient scaling for users of a Trainer or Fabric, in errors."""
+
+
+SAVE_ON_ALL_RANKS = (
+    "Call trainer.save_checkpoint(...) on every rank, not under `if trainer.is_global_zero:`: rank 0 writes"
+)
+"""The way to save for users of a Trainer, in errors."""
 
 
 def strategy_class(cls: _Class) -> _Class:
@@ -85,6 +91,7 @@ def _signature(cls: type, initialise: Any) -> Signature:
         "stage_order": Sequence[int] | None,
         "context_parallel_size": int,
         "expert_parallel_size": int,
+        "replicas": Replicas | None,
         "parallelize_fn": Callable[..., Module] | None,
     }
     types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]

@@ -43,6 +43,7 @@ from ..core import (
     DistributedOptimizer,
     Engine,
     Event,
+    Replicas,
     adapt_scaler,
     announce_tokens,
     combine_listeners,
@@ -65,8 +66,9 @@ from .precision import EnginePrecision, add_engine_clipping, remove_engine_clipp
 from .resumable_data import DataPlace
 from .schedulers import with_users_optimizers
 from .signals import SignalAgreement
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, read_options
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, SAVE_ON_ALL_RANKS, read_options
 from .trainer_checkpoints import add_main_params, check_directory_io, load_optimizer_states, take_tensors, unmapped
+from .trainer_replicas import TrainerReplicas
 from .weight_averages import FullAverages
 
 if TYPE_CHECKING:
@@ -81,10 +83,6 @@ else:
 
 T = TypeVar("T")
 _log = logging.getLogger("megastrategy")
-
-_SAVE_ON_ALL_RANKS = (
-    "Call trainer.save_checkpoint(...) on every rank, not under `if trainer.is_global_zero:`: rank 0 writes"
-)
 
 
 class TrainerStrategy(_Base):
@@ -101,6 +99,8 @@ class TrainerStrategy(_Base):
         context_parallel_size: ranks that get one batch, each for its part of the sequences.
         expert_parallel_size: data-parallel ranks that have the experts that ``configure_model`` divides over
             ``strategy.expert_mesh["expert_parallel"]``.
+        replicas: the jobs of this training, each with ranks of its own, that go on if one of them ends; see
+            docs/replicas.md.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -139,6 +139,7 @@ class TrainerStrategy(_Base):
         stage_order: Sequence[int] | None = None,
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
+        replicas: Replicas | None = None,
         **options: Any,
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
@@ -147,6 +148,8 @@ class TrainerStrategy(_Base):
             tensor_parallel_size, pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size
         )
         self.config: DistributedDataParallelConfig = self._mesh.checked(read_options(self, options))
+        self.replicas = self._mesh.checked_replicas(replicas)
+        self._replicas = TrainerReplicas(self.replicas)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -161,7 +164,7 @@ class TrainerStrategy(_Base):
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
         self._checked = CheckedCollectives(self, self._mesh)
-        self._signal_agreement: SignalAgreement | None = None
+        self._signals: SignalAgreement | None = None
         self._full_averages: FullAverages | None = None
         self._data_place = DataPlace()
         self._loaded_from = ""
@@ -191,9 +194,12 @@ class TrainerStrategy(_Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks that share a model or a sequence get the same batches."""
+        """By data-parallel rank: all ranks that share a model or a sequence get the same batches.
+
+        Replicas divide the batches of training. Each evaluates all samples, so that what callbacks monitor is equal.
+        """
         kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
-        return kwargs
+        return self._replicas.sampler_ranks(self.lightning_module, kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
@@ -220,6 +226,7 @@ class TrainerStrategy(_Base):
             **self._mesh.engine_ranks(model, self.root_device, agreed=True),
             listener=combine_listeners(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
+            replicas=self.replicas,
         )
         self._engine = self._checked.engine = wrapped.engine
         if not self._mesh.shares_model:
@@ -245,7 +252,8 @@ class TrainerStrategy(_Base):
             allocate(self.model, self.root_device)
         if not self._mesh.shares_model or trainer.state.fn == "fit":
             super().setup(trainer)
-            self._signal_agreement = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception)
+            self._signals = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception, self._replicas)
+            self._replicas.join(trainer, self._data_place, super().broadcast)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -276,10 +284,7 @@ class TrainerStrategy(_Base):
         model = self.model
         if isinstance(model, DistributedDataParallel) and not model.is_closed:
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
-            # of a fit before: the user's optimizer inside is one of torch's again
-            raw = [opt.optimizer if isinstance(opt, DistributedOptimizer) and opt.is_closed else opt for opt in raw]
-            unchanged, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
-            optimizers = [opt if isinstance(opt, unchanged) else make(opt, model) for opt in raw]
+            optimizers = self._whole_optimizers.add_or_shard_all(raw, model, self._mock_optimizer)
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:
@@ -301,9 +306,10 @@ class TrainerStrategy(_Base):
         plugin = self.precision_plugin
         # a plugin may be shared with the next Trainer, under "ddp" perhaps
         remove_engine_clipping(plugin, self._engine_precision)
-        if self._signal_agreement is not None:
-            self._signal_agreement.remove()
-            self._signal_agreement = None
+        self._replicas.remove()
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
         self._checked.store_gather = None
         self._listeners = []
         if self._scalers_class is not None:
@@ -395,7 +401,7 @@ class TrainerStrategy(_Base):
             found: T = values[src] if len(values) > 1 else obj
             return found
         self._checked.check("broadcast")
-        return super().broadcast(obj, src)
+        return super().broadcast(self._replicas.from_leader(obj, self.global_rank == src), src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if (decisions := self._checked.gather_if_interrupted(decision)) is not None:
@@ -403,7 +409,7 @@ class TrainerStrategy(_Base):
         # Over all ranks, where a sum of logged values may be over those with other samples.
         vote, every = torch.tensor(int(decision), device=self.root_device), torch.distributed.group.WORLD
         votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
-        return votes == self.world_size if all else votes > 0
+        return self._replicas.decide(votes == self.world_size if all else votes > 0, all=all)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over data-parallel and context ranks where no group is given: ranks that share a model have the same
@@ -442,13 +448,12 @@ class TrainerStrategy(_Base):
             raise
         join_setup(*begin_setup(), self.patience)
         self._checked.start()
-        self._mesh.make(self.world_size, self.root_device)
-        if self._mesh.mesh is not None:
-            assert self.lightning_module is not None
-            self.lightning_module._device_mesh = self._mesh.mesh  # which configure_model reads as self.device_mesh
+        self._mesh.make(self.world_size, self.root_device, self.lightning_module)
+        self._replicas.name_logs(self.lightning_module, super().broadcast)
 
     def on_exception(self, exception: BaseException) -> None:
         """Reports which rank failed first, and why; the next fit gets a new group."""
+        self._replicas.leave(exception)
         if first := report_failure(exception_name(), exception, leaves=True):
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
@@ -476,28 +481,27 @@ class TrainerStrategy(_Base):
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer._optimizer
         # :meth:`save_checkpoint` finds the same, and writes nothing
-        if self._checked.why_not_saved():
+        if not self._replicas.writes or self._checked.why_not_saved():
             return {}
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer.require_all_ranks("saving a checkpoint", _SAVE_ON_ALL_RANKS)  # which ends in a barrier
+            optimizer.require_all_ranks("saving a checkpoint", SAVE_ON_ALL_RANKS)  # which ends in a barrier
             if self.state_dict_type == "sharded":
                 return optimizer.sharded_state_dict()
         state = optimizer.state_dict()
         return {} if self._mesh.shares_model and not self.is_global_zero and self.state_dict_type == "full" else state
 
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, of the leader if there are replicas."""
+        return super().is_global_zero and self._replicas.is_first
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Adds the fp32 main params under a key of their own, which "ddp" ignores.
+        """Adds the fp32 main params under a key of their own, which "ddp" ignores. Of replicas the leader writes.
 
         After an exception on some rank the shards of the others may be out of reach. Then nothing is written, rather
         than half a state, and the reason is logged on every rank.
         """
-        if reason := self._checked.why_not_saved(waits=True):
-            _log.error(
-                "rank %d: %s was NOT saved after the exception, since %s. The checkpoint before it is the last",
-                self.global_rank,
-                filepath,
-                reason,
-            )
+        if not self._replicas.saves(checkpoint, filepath) or self._checked.cannot_save(filepath):
             return
         assert self.lightning_module is not None
         self._data_place.save(checkpoint, self.lightning_module.trainer)
@@ -525,7 +529,7 @@ class TrainerStrategy(_Base):
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""
-        return place_of_directory(self.broadcast(filepath)), False
+        return place_of_directory(super().broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""
@@ -561,14 +565,15 @@ class TrainerStrategy(_Base):
             self._mesh.load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads all optimizers' states, or none.
+        """Loads all optimizers' states, or none. What another replica has given is there already.
 
         Raises:
             CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
         """
         module, load = self.lightning_module, super().load_optimizer_state_dict
         assert module is not None
-        load_optimizer_states(checkpoint, module, self.optimizers, self._engine, self._loaded_from, load)
+        if checkpoint["optimizer_states"]:
+            load_optimizer_states(checkpoint, module, self.optimizers, self._engine, self._loaded_from, load)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

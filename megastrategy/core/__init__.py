@@ -30,7 +30,7 @@ from .config import DistributedDataParallelConfig, check_expert_options, field_n
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
-from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
+from .errors import CheckpointError, CollectiveError, NotOnAllRanksError, ReplicaMismatchError
 from .events import Event, EventKind, combine_listeners
 from .layout import (
     Bucket,
@@ -100,6 +100,7 @@ __all__ = [
     "ParamSpec",
     "RemoteDirectory",
     "ReplicaLink",
+    "ReplicaMismatchError",
     "Replicas",
     "SingleRankCollectives",
     "StagedModule",

@@ -196,9 +196,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        Accepts the arguments of the user's ``step``, like a closure, and forwards them. With shards or main params a
-        closure is called once, before the step. Shards are stepped with further arguments if trial steps show that the
-        update stays element-wise with them; numbers are tried once.
+        Accepts the arguments of the user's ``step``, like a closure, and forwards them. With shards, main params or
+        replicas a closure is called once, before the step. Shards are stepped with further arguments if trial steps
+        show that the update stays element-wise with them; numbers are tried once.
 
         With replicas it does nothing if the others have stepped without this one, whose weights are theirs then.
 
@@ -211,12 +211,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             return plain.step(*args, **kwargs)
         impl, arguments = self._impl, StepArguments(args, kwargs)
-        if impl.is_stepped_by_others(arguments):
-            return None
-        if not impl.shard_set.has_shards:
+        has_shards = impl.shard_set.has_shards
+        if not has_shards and not impl.has_replicas:
             return impl.step_params(arguments)
         closure, others = arguments.closure, arguments.without_closure()
-        if others and (reason := impl.try_arguments(others)) is not None:
+        if has_shards and others and (reason := impl.try_arguments(others)) is not None:
             raise OptimizerNotShardableError(
                 f"step() of a sharded {type(impl.inner).__name__} cannot be called with these arguments: {reason}. "
                 f"Leave them out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as "
@@ -227,6 +226,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if impl.has_replicas and impl.is_stepped_by_others():
+            return result
+        if not has_shards:
+            impl.step_params(others)
+            return result
         if (reason := impl.try_options()) is not None:
             raise not_shardable(impl.inner, impl.engine, reason)
         with torch.no_grad(), profiler_range("step"):

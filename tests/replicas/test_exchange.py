@@ -355,7 +355,7 @@ def test_microbatches_are_one_window() -> None:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("twice", "one backward a batch"), ("kept", "zero_grad"), ("closure", "closure"), ("unsynchronised", "no_sync")],
+    [("twice", "one backward a batch"), ("kept", "zero_grad"), ("unsynchronised", "no_sync")],
 )
 def test_uses_that_replicas_do_not_allow_are_refused(what: str, message: str) -> None:
     case = Case(of=1, num_epochs=1, num_batches=2)
@@ -365,9 +365,6 @@ def test_uses_that_replicas_do_not_allow_are_refused(what: str, message: str) ->
             with run.model.no_sync():
                 loss_of(run.model(batch)).backward()
             run.optimizer.step()
-        if what == "closure":
-            loss_of(run.model(batch)).backward()
-            run.optimizer.step(lambda: 0.0)
         loss_of(run.model(batch)).backward()
         if what == "twice":
             loss_of(run.model(batch)).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ POINTS = (
 )
 
 
-def check(case: Case, kills: list[Kill], folder: Path, **options: float) -> dict[tuple[int, int], tuple[int, ...]]:
+def check(case: Case, kills: list[Kill], folder: Path, **options: Any) -> dict[tuple[int, int], tuple[int, ...]]:
     """Runs the training; returns who stepped when, after the checks that hold whatever is killed."""
     found = run_with_kills(case, kills, folder, **options)
     for by_rank in found[1:]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megastrategy.core import Replicas
+
 from .patience import HANG_S
-from .replicas import HEARTBEAT_S, SKEW_S, Case, Run, lighthouse, prepare
+from .replicas import HEARTBEAT_S, SKEW_S, Case, Hook, Run, lighthouse, prepare
 
 SOON_S = 120.0
 """Within so many seconds a rank ends by itself, after another of its replica was killed."""
@@ -39,6 +42,45 @@ class Kill:
     step: int = 3
     life: int = 0
     stopped_s: float = 0.0
+    signum: signal.Signals = signal.SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The training of one process, and where it is."""
+
+    case: Case
+    slot: int
+    rank: int
+    life: int
+    address: str
+    folder: Path
+    skew_s: float
+
+    @contextlib.contextmanager
+    def log(self) -> Iterator[Callable[[object], None]]:
+        """Gives a function that logs a step: see :func:`logged_steps`."""
+        with (self.folder / f"{self.slot}-{self.rank}-{self.life}.steps").open("w") as file:
+
+            def write(step: object) -> None:
+                file.write(json.dumps(step) + "\n")
+                file.flush()
+
+            yield write
+
+    def wait_for_others(self, replicas: Replicas) -> None:
+        """Returns at once if all are there, else when those that are gone have come back once, or soon, if they have
+        been killed again since."""
+        if len(replicas.members) == self.case.of:
+            return
+        deadline = time.monotonic() + HANG_S / 2
+        for slot in set(range(self.case.of)) - set(replicas.members):
+            while not (self.folder / f"ready-{slot}-0-1").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        time.sleep(0.3)
+
+
+Train = Callable[[Place, Hook], Any]
 
 
 @dataclasses.dataclass
@@ -50,9 +92,18 @@ class _Replica:
 
 
 def run_with_kills(
-    case: Case, kills: Sequence[Kill], folder: Path, *, skew_s: float = SKEW_S, timeout_s: float = HANG_S
+    case: Case,
+    kills: Sequence[Kill],
+    folder: Path,
+    *,
+    skew_s: float = SKEW_S,
+    timeout_s: float = HANG_S,
+    train: Train | None = None,
 ) -> list[list[Any]]:
-    """The outcomes of a training by slot and rank, in which these processes were killed and started again."""
+    """The outcomes of a training by slot and rank, in which these processes were killed and started again.
+
+    ``train`` returns the outcome of a process; None for a plain loop.
+    """
     context = multiprocessing.get_context("forkserver")
     replicas = [_Replica(slot) for slot in range(case.of)]
     deadline = time.monotonic() + timeout_s
@@ -65,7 +116,7 @@ def run_with_kills(
             replica.processes = [
                 context.Process(
                     target=_rank,
-                    args=(case, replica.slot, rank, replica.life, address, own, folder, skew_s),
+                    args=(Place(case, replica.slot, rank, replica.life, address, folder, skew_s), own, train or _plain),
                     daemon=True,
                 )
                 for rank in range(case.ranks)
@@ -82,13 +133,15 @@ def run_with_kills(
                 codes = [process.exitcode for process in replica.processes]
                 if replica.is_done or not any(code is not None for code in codes):
                     continue
-                if all(code == 0 for code in codes):
+                results = [(folder / f"{replica.slot}-{rank}.pt").exists() for rank in range(case.ranks)]
+                if all(code == 0 for code in codes) and all(results):
                     replica.is_done = True
-                elif any(code for code in codes):
+                elif any(code for code in codes) or all(code == 0 for code in codes):
                     for process in replica.processes:
                         process.join(SOON_S)
                         assert process.exitcode is not None, "a rank did not notice that another of its replica ended"
                     assert not any(other.is_done for other in replicas), "it would begin anew, alone"
+                    assert replica.life < len(kills) + 3, "it fails each time, with the error on stderr"
                     time.sleep(HEARTBEAT_S + 0.5)  # until the others have seen that it is gone
                     start(replica)
     return [[torch.load(folder / f"{slot}-{rank}.pt") for rank in range(case.ranks)] for slot in range(case.of)]
@@ -105,53 +158,45 @@ def logged_steps(folder: Path) -> list[list[Any]]:
     ]
 
 
-def _rank(
-    case: Case, slot: int, rank: int, life: int, address: str, kills: Sequence[Kill], folder: Path, skew_s: float
-) -> None:
+def _rank(place: Place, kills: Sequence[Kill], train: Train) -> None:
     torch.set_num_threads(1)
     step = 1
 
     def hook(point: str) -> None:
         nonlocal step
         if point == "before meeting":
-            (folder / f"ready-{slot}-{rank}-{life}").touch()
+            (place.folder / f"ready-{place.slot}-{place.rank}-{place.life}").touch()
         for kill in kills:
-            if (kill.rank, kill.point) == (rank, point) and kill.step in (0, step):
+            if (kill.rank, kill.point) == (place.rank, point) and kill.step in (0, step):
                 if not kill.stopped_s:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                _stop_for(kill.stopped_s)
+                    os.kill(os.getpid(), kill.signum)
+                else:
+                    _stop_for(kill.stopped_s)
         step += point == "after step"
 
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store-{slot}-{life}",
-        rank=rank,
-        world_size=case.ranks,
+        init_method=f"file://{place.folder}/store-{place.slot}-{place.life}",
+        rank=place.rank,
+        world_size=place.case.ranks,
         timeout=timedelta(seconds=HANG_S),
     )
-    run = prepare(case, slot, rank, address, None, hook, skew_s=skew_s)
-
-    with (folder / f"{slot}-{rank}-{life}.steps").open("w") as log:
-
-        def on_step(run: Run) -> None:
-            log.write(json.dumps(run.steps[-1]) + "\n")
-            log.flush()
-            hook("after step")
-            if len(run.replicas.members) < case.of:  # until the other one is back
-                _wait_for_next_life(folder, run)
-
-        run.train(on_step)
-    torch.save(run.outcome(), folder / f"{slot}-{rank}.pt")
+    outcome = train(place, hook)
+    torch.save(outcome, place.folder / f"{place.slot}-{place.rank}.pt")
     dist.destroy_process_group()
 
 
-def _wait_for_next_life(folder: Path, run: Run) -> None:
-    """Returns when those that are gone have come back once, or soon, if they have been killed again since."""
-    deadline = time.monotonic() + HANG_S / 2
-    for slot in set(range(run.case.of)) - set(run.replicas.members):
-        while not (folder / f"ready-{slot}-0-1").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-    time.sleep(0.3)
+def _plain(place: Place, hook: Hook) -> Any:
+    run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
+    with place.log() as log:
+
+        def on_step(run: Run) -> None:
+            log(run.steps[-1])
+            hook("after step")
+            place.wait_for_others(run.replicas)
+
+        run.train(on_step)
+    return run.outcome()
 
 
 def _stop_for(seconds: float) -> None:

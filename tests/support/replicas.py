@@ -145,17 +145,20 @@ class Run:
                 on_step(self)
 
     def outcome(self) -> dict[str, Any]:
-        """Weights, and the state of this rank's shards: equal in all replicas after a training."""
-        inner = self.optimizer.optimizer
-        self.optimizer._impl.shard_set.states.split()
-        tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {
-            "weights": [param.detach().clone() for param in self.module.parameters()],
-            "buffers": [buffer.clone() for buffer in self.module.buffers()],
-            "state": [tensor.clone() for tensor in tensors],
-            "main_params": [shard.main_param().clone() for shard in self.optimizer._impl.shard_set.shards.values()],
-            "steps": self.steps,
-        }
+        return {**outcome_of(self.module, self.optimizer), "steps": self.steps}
+
+
+def outcome_of(module: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """Weights, and the state of this rank's shards: equal in all replicas after a training."""
+    shard_set = optimizer._impl.shard_set
+    shard_set.states.split()
+    tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    return {
+        "weights": [param.detach().clone() for param in module.parameters()],
+        "buffers": [buffer.clone() for buffer in module.buffers()],
+        "state": [tensor.clone() for tensor in tensors if isinstance(tensor, Tensor)],
+        "main_params": [shard.main_param().clone() for shard in shard_set.shards.values()],
+    }
 
 
 def prepare(

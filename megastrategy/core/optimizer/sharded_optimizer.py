@@ -128,19 +128,20 @@ class ShardedOptimizer:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def is_stepped_by_others(self, arguments: StepArguments) -> bool:
+    @property
+    def has_replicas(self) -> bool:
+        """Whether its model trains with replicas."""
+        return self._replica_state is not None
+
+    def is_stepped_by_others(self) -> bool:
         """Returns True if there is nothing to step: other replicas have, and their state was taken over.
 
         Raises:
-            ValueError: for a closure, or gradients that this step would reduce: it would come too late to know it.
+            ValueError: for gradients that this step would reduce: it would come too late to know it.
         """
         across = self.engine.reducer.across
-        if across is None or self._replica_state is None:
-            return False
-        if arguments.closure is not None:
-            raise ValueError(
-                "step(closure) cannot be used with replicas: call the closure before step(), and step() without it"
-            )
+        assert across is not None
+        assert self._replica_state is not None
         if self.engine.reducer.has_local_grads:
             raise ValueError(
                 "step() with gradients of backwards under no_sync() only: with replicas the last one before a step "

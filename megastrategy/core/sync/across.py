@@ -96,7 +96,7 @@ class AcrossReplicas:
             for handle in self._handles:
                 handle.wait()
             while True:
-                every = replicas.exchange(_facts_of(agreed, tokens, replicas), agreed.used)
+                every = replicas.exchange(_facts_of(agreed, tokens, replicas), bytes(agreed.used))
                 buffers = self._leaders_buffers()
                 if replicas.vote():
                     break
@@ -178,9 +178,7 @@ def _facts_of(agreed: Agreement, tokens: tuple[float, int], replicas: Replicas) 
     return dataclasses.replace(facts, microbatch=agreed.microbatch or 0, token_weights=weights, num_losses=num)
 
 
-def _joined(
-    agreed: Agreement, every: Sequence[ReplicaFacts], used: Sequence[bool]
-) -> tuple[Agreement, tuple[float, int]]:
+def _joined(agreed: Agreement, every: Sequence[ReplicaFacts], used: bytes) -> tuple[Agreement, tuple[float, int]]:
     flags = Flag(0)
     for facts in every:
         flags |= facts.flags
@@ -188,7 +186,7 @@ def _joined(
     differ = Flag.MICROBATCHES_DIFFER in flags or len(microbatches) > 1
     joined = dataclasses.replace(
         agreed,
-        used=used,
+        used=[bool(flag) for flag in used],
         late=[False] * len(agreed.late),
         microbatch=None if differ else agreed.microbatch,
         has_nonfinite=Flag.NONFINITE in flags,

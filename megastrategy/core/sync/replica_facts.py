@@ -64,24 +64,23 @@ class ReplicaFacts:
     flags: Flag = NO_FLAGS
 
 
-def exchange(
-    link: ReplicaLink, own: ReplicaFacts, used: Sequence[bool]
-) -> tuple[list[ReplicaFacts], list[bool]] | None:
-    """Returns all members' rows, and which parameters any of them used; None if the exchange failed.
-
-    ``used``: by parameter; all members have the same number of them.
-    """
+def exchange(link: ReplicaLink, own: ReplicaFacts, numbers: bytes) -> tuple[list[ReplicaFacts], bytes] | None:
+    """Returns all members' rows, and the maxima of their ``numbers``; None if the exchange failed."""
     num, place = len(link.members), link.place
     row = _ROW.pack(*(getattr(own, field.name) for field in dataclasses.fields(own)))
-    data = bytes(_ROW.size * place) + row + bytes(_ROW.size * (num - place - 1)) + bytes(used)
-    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    link.max_(numbers)
-    if link.failure:
+    data = bytes(_ROW.size * place) + row + bytes(_ROW.size * (num - place - 1)) + numbers
+    received = max_of_bytes(link, data)
+    if received is None:
         return None
-    received = bytes(numbers.tolist())
     rows = [ReplicaFacts(*values) for values in _ROW.iter_unpack(received[: _ROW.size * num])]
-    rows = [dataclasses.replace(row, flags=Flag(row.flags)) for row in rows]
-    return rows, [bool(flag) for flag in received[_ROW.size * num :]]
+    return [dataclasses.replace(row, flags=Flag(row.flags)) for row in rows], received[_ROW.size * num :]
+
+
+def max_of_bytes(link: ReplicaLink, numbers: bytes) -> bytes | None:
+    """Returns the maxima over the members, byte by byte; None if one has failed. All send as many."""
+    found = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+    link.max_(found)
+    return None if link.failure else bytes(found.tolist())
 
 
 def check_facts(every: Sequence[ReplicaFacts], place: int, slot: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..collectives import Collectives, ReplicaLink, Worker
 from ..errors import CollectiveError, ReplicaMismatchError
-from .replica_facts import NO_FLAGS, WORD, Flag, ReplicaFacts, check_facts, exchange
+from .replica_facts import NO_FLAGS, WORD, Flag, ReplicaFacts, check_facts, exchange, max_of_bytes
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ _PROBE_S = 0.25
 """Seconds between two questions whether the replica's other ranks are alive, while this one waits with them."""
 _AGAIN_S = 0.1
 """Seconds between two meetings while replicas are missing."""
+NOTICE = 4096
 
 
 class ReplicaModel(Protocol):
@@ -87,6 +88,7 @@ class Replicas:
         is_adopted: whether the last window was stepped by others, and is not to be stepped again.
         worker: the thread in which everything between replicas is done, in order.
         num_taken: the number of times that the state of another replica was taken.
+        notice: at most :data:`NOTICE` bytes that are the leader's in all replicas after each meeting of new members.
     """
 
     def __init__(self, link: ReplicaLink, *, of: int, slot: int, minimum: int = 1, patience_s: float = 600.0) -> None:
@@ -98,6 +100,7 @@ class Replicas:
         self.epoch = self.batch = 0
         self.should_stop = self.is_adopted = False
         self.num_taken = 0
+        self.notice = b""
         self.worker = Worker()
         self.link, self._patience_s = link, patience_s
         self._model: ReplicaModel | None = None
@@ -118,6 +121,11 @@ class Replicas:
     def is_leader(self) -> bool:
         """True for one of the replicas that train now, which writes checkpoints and logs."""
         return bool(self.members) and self.link.place == 0
+
+    def sampler_ranks(self, num_replicas: int, rank: int) -> dict[str, int]:
+        """Returns these arguments of a DistributedSampler, given those of this replica's ranks, for all ranks of all
+        replicas."""
+        return {"num_replicas": self.of * num_replicas, "rank": self.slot * num_replicas + rank}
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         """Adds state of the training loop that a replica takes over, such as that of a learning rate's schedule.
@@ -144,9 +152,7 @@ class Replicas:
             yield epoch
             if self.epoch == epoch:
                 self.epoch, self.batch = epoch + 1, 0
-        # Rank 0 ends the connection for all ranks of this replica, and some may still wait in a meeting.
-        self._attached.ranks.max_of_bytes([0])
-        self.close()
+        self.finish()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the batches of one epoch that are left; the replicas meet before each is fetched.
@@ -192,6 +198,12 @@ class Replicas:
         For a signal that all of them get; a replica that ends alone needs nothing.
         """
         self._wants_stop = True
+
+    def finish(self) -> None:
+        """Leaves the other replicas after the last batch. Collective over this replica's ranks."""
+        # Rank 0 ends the connection for all of them, and some may still wait in a meeting.
+        self._attached.ranks.max_of_bytes([0])
+        self.close()
 
     def close(self) -> None:
         """Leaves the other replicas, which go on without waiting. May be called again."""
@@ -244,15 +256,22 @@ class Replicas:
                 "replicas, one backward a batch is synchronised, the others are under no_sync()"
             )
 
-    def exchange(self, facts: ReplicaFacts, used: Sequence[bool] = ()) -> tuple[list[ReplicaFacts], list[bool]] | None:
-        """Returns the facts of all members, and the parameters that any of them used; None if that failed."""
-        return self.watched(lambda: exchange(self.link, facts, used))
+    def exchange(self, facts: ReplicaFacts, numbers: bytes) -> tuple[list[ReplicaFacts], bytes] | None:
+        """Returns the facts of all members, and the maxima of their ``numbers``; None if that failed."""
+        return self.watched(lambda: exchange(self.link, facts, numbers))
 
     def facts(self, *, flags: Flag = NO_FLAGS) -> ReplicaFacts:
         """Returns this replica's facts, without those of a backward."""
         digest = self._attached.layout_digest()
         epoch, batch = self._taken.get("place", (self.epoch, self.batch))
         return ReplicaFacts(self._history, digest, self._numbers, epoch * 2**32 + batch, flags=flags)
+
+    def max_of_bytes(self, numbers: bytes) -> bytes | None:
+        """Returns the maxima over the replicas, byte by byte; None if one has ended.
+
+        The ranks at one place of all replicas call it alike, with as many bytes, at one point of the training.
+        """
+        return self.watched(lambda: max_of_bytes(self.link, numbers))
 
     def check(self, every: Sequence[ReplicaFacts]) -> None:
         """Raises the error of this replica if its facts are not those of most members."""
@@ -325,11 +344,13 @@ class Replicas:
                 self._take(state)
                 has_come = len(self.members) >= wanted
                 starts = has_started or has_come or (is_late and len(self.members) >= self.minimum)
-                every = self.exchange(self._first_facts(starts=starts))
+                notice = (self.notice if self.is_leader else b"").ljust(NOTICE, b"\0")
+                every = self.exchange(self._first_facts(starts=starts), notice)
                 # Another replica may have ended for some ranks of this one only, and all have to go on alike.
                 failed = ranks.max_of_bytes([every is None]) != [0]
                 if every is not None and not failed:
                     self.check(every[0])
+                    self.notice = every[1].rstrip(b"\0")
                     if any(Flag.STARTS in facts.flags for facts in every[0]) and len(self.members) >= self.minimum:
                         self._has_started = True
                         return

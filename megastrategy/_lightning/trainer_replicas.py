@@ -1,0 +1,362 @@
+"""The replicas of a Trainer's fit: where they meet, what one that comes back takes over, and which of them writes.
+
+[Note: where the replicas of a Trainer meet]
+They meet before a batch is fetched: Lightning's counters are complete there, and a validation that was due has ended.
+The first meeting is in the strategy's setup, when model and optimizers are wrapped and the loops are not restored yet.
+A replica that comes back puts the state of another one in the place of a loaded checkpoint, so that Lightning's own
+code restores loops, schedulers and precision from it. Its first epoch begins at the batch of the others: a loader that
+cannot load its place fetches and drops the batches before it. The last meeting is after the fit. If the leader has
+ended while it wrote a checkpoint, the next one finds that at the meeting after it, and writes the file.
+
+[Note: which decisions replicas make together]
+Batches of training differ between replicas, those of validation do not, and so the values that callbacks monitor are
+equal. Clocks and file systems are not: a decision that ranks make together, and a value that rank 0 broadcasts, is
+that of all replicas from the first batch to the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..core import CollectiveError, ReplicaMismatchError, Replicas
+from .replaced_methods import ReplacedMethods
+from .resumable_data import DataPlace
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+T = TypeVar("T")
+Inside = Callable[[Any], Any]
+"""Returns the value of rank 0 of this replica. Collective over its ranks."""
+_log = logging.getLogger("megastrategy")
+
+_REFUSED = {
+    "LearningRateFinder": "it trains and restores the model before the fit, for which replicas cannot meet",
+    "BatchSizeFinder": "it trains and restores the model before the fit, for which replicas cannot meet",
+    "WeightAveraging": "a replica that comes back cannot take over its average",
+}
+"""Callbacks of Lightning, with the reason."""
+
+
+class TrainerReplicas:
+    """The replicas of one strategy; None for a strategy without.
+
+    Before :meth:`join`, and without replicas, each method is that of a single replica.
+    """
+
+    def __init__(self, replicas: Replicas | None) -> None:
+        self._replicas = replicas
+        self._fit: _Fit | None = None  # the last one
+
+    def name_logs(self, module: pl.LightningModule | None, inside: Inside) -> None:
+        """Gives loggers that would number their folders a name of this replica: several would take one number."""
+        if self._replicas is None or module is None:
+            return
+        name = inside(f"replica{self._replicas.slot}-{time.strftime('%Y%m%d-%H%M%S')}")
+        for logger in module.trainer.loggers:
+            if vars(logger).get("_version", name) is None:
+                logger._version = name  # type: ignore[attr-defined]
+
+    def sampler_ranks(self, module: pl.LightningModule | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a sampler: for batches of training those of all replicas."""
+        if self._replicas is None or module is None or not module.trainer.training:
+            return kwargs
+        return self._replicas.sampler_ranks(**kwargs)
+
+    def join(self, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
+        """Meets the other replicas if this is a fit, whose model and optimizers are wrapped. Collective.
+
+        ``place`` is the Trainer's in its data.
+
+        Raises:
+            ValueError: for a callback that cannot be used with replicas.
+        """
+        if self._replicas is not None and trainer.state.fn == "fit":
+            self._fit = _Fit(self._replicas, trainer, place, inside)
+            self._fit.join()
+
+    def begin_batch(self) -> None:
+        """Meets the other replicas before a batch is fetched. Collective."""
+        if self._fit is not None:
+            self._fit.begin_batch()
+
+    def decide(self, decision: bool, *, all: bool) -> bool:
+        """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
+        return decision if self._fit is None else self._fit.decide(decision, all=all)
+
+    def from_leader(self, value: T, is_sender: bool) -> T:
+        """Returns the leader's value of what this rank is about to broadcast."""
+        return value if self._fit is None or not is_sender else self._fit.from_leader(value)
+
+    def saves(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
+        """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
+        if self._fit is not None:
+            self._fit.saved = str(path), "optimizer_states" not in checkpoint
+        return self.writes
+
+    @property
+    def writes(self) -> bool:
+        """Whether this replica is the one that writes files."""
+        return self._fit is None or self._fit.writes
+
+    @property
+    def is_first(self) -> bool:
+        """Whether rank 0 of this replica is rank 0 of all: before they have met each one is."""
+        return self._fit is None or self._fit.is_first
+
+    def acting_alone(self) -> contextlib.AbstractContextManager[None]:
+        """For what each replica does for itself, such as queueing its job again."""
+        return contextlib.nullcontext() if self._fit is None else self._fit.acting_alone()
+
+    def leave(self, error: BaseException) -> None:
+        """Leaves the other replicas after an error."""
+        if self._fit is not None:
+            self._fit.leave(error)
+
+    def remove(self) -> None:
+        """Puts Lightning's own methods back, and leaves the replicas if that has not been done."""
+        if self._fit is not None:
+            self._fit.remove()
+
+
+class _Fit:
+    """The replicas during one fit, from its setup on.
+
+    Attributes:
+        saved: the path of the last checkpoint, and whether it has weights only.
+    """
+
+    def __init__(self, replicas: Replicas, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
+        self._replicas, self._trainer, self._place, self._inside = replicas, trainer, place, inside
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for name in {base.__name__ for base in type(callback).__mro__} & _REFUSED.keys():
+                raise ValueError(f"replicas=: the callback {type(callback).__name__} cannot be used: {_REFUSED[name]}")
+        self._taken: dict[str, Any] | None = None  # the state with which this process came back
+        self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = self._acts_alone = False
+        self.saved: tuple[str, bool] | None = None
+        self._replaced = ReplacedMethods()
+
+    # --- joining -----------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        replicas, trainer = self._replicas, self._trainer
+        replicas.register("trainer", self._state, self._take)
+        saving: list[Any] = [one for one in trainer.checkpoint_callbacks if isinstance(_folder(one), str)]
+        replicas.notice = json.dumps([one.dirpath for one in saving]).encode()
+        replicas.begin_batch()
+        self._has_joined, self._led = True, replicas.is_leader
+        # Any of them may have to write the next file, and to remove an earlier one.
+        folders = json.loads(replicas.notice)
+        if len(folders) != len(saving):
+            raise ReplicaMismatchError(
+                f"replica {replicas.slot} has {len(saving)} callbacks that save in a folder, and the leader has "
+                f"{len(folders)}: use the same callbacks in all replicas"
+            )
+        for callback, folder in zip(saving, folders, strict=True):
+            callback.dirpath = folder
+        if self._taken is not None:
+            self._restore(self._taken)
+        loop = trainer.fit_loop.epoch_loop
+        self._replaced.add(loop, "advance", self._at_the_others_batch(loop.advance))
+        self._replaced.add(trainer, "_run_stage", self._leaving_after(trainer._run_stage))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Loads what Lightning restores before a strategy's setup, and leaves the rest for it to restore after."""
+        trainer = self._trainer
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = self._place.load(state)
+        connector.restore_datamodule()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+        trainer.should_stop = state["should_stop"]  # it came back when the others had ended
+        _log.info("replica %d goes on from the state of the others", self._replicas.slot)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what this rank's counterpart in a replica that comes back takes over; it is no checkpoint, for which
+        hooks are called that may be collective."""
+        trainer = self._trainer
+        plugin, module = trainer.precision_plugin, trainer.datamodule  # type: ignore[attr-defined]
+        state = {
+            "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+            "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},  # type: ignore[attr-defined]
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "optimizer_states": [],  # with the weights
+            "place": self._counters(),
+            "should_stop": trainer.should_stop,
+        }
+        for stateful in (plugin, module):
+            if stateful is not None and (own := stateful.state_dict()):
+                state[type(stateful).__qualname__] = own
+        self._place.save(state, trainer)
+        return copy.deepcopy(state)  # the next batch changes it, perhaps before all of it is sent
+
+    def _take(self, state: dict[str, Any]) -> None:
+        if not self._has_joined:
+            self._taken = state
+        elif state["place"] != self._counters():
+            raise ReplicaMismatchError(
+                f"replica {self._replicas.slot} was stopped for too long: the others are at "
+                f"{_described(state['place'])}, it is at {_described(self._counters())}, and a Trainer cannot jump "
+                "there. Start it again"
+            )
+
+    def _counters(self) -> tuple[int, int, int]:
+        trainer = self._trainer
+        return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.global_step
+
+    # --- before a batch ----------------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        replicas = self._replicas
+        replicas.epoch, replicas.batch, _ = self._counters()
+        replicas.begin_batch()
+        self._has_begun = True
+        self._write_for_the_last_leader()
+        if replicas.should_stop:
+            self._trainer.should_stop = True
+            raise StopIteration
+
+    def _at_the_others_batch(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps a batch of training: a replica that came back goes to the others' batch before its first one."""
+
+        @functools.wraps(method)
+        def advance(data_fetcher: Any) -> None:
+            if self._taken is not None:
+                self._taken = None
+                # It is no restart for Lightning, which would leave out a validation and a plateau schedule's step.
+                self._trainer.fit_loop.restarting = False
+                self._drop_batches(data_fetcher)
+            method(data_fetcher)
+
+        return advance
+
+    def _drop_batches(self, data_fetcher: Any) -> None:
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        are_stateful = [hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in combined.flattened]
+        if are_stateful and all(are_stateful):
+            return
+        if any(are_stateful):
+            raise ValueError("replicas=: either all training loaders can load their place, or none: use one kind")
+        iter(data_fetcher)  # workers may have read ahead before the sampler knew the epoch
+        for _ in range(self._replicas.batch):
+            next(data_fetcher)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _leaving_after(self, method: Callable[[], Any]) -> Callable[[], Any]:
+        """Wraps the fit: the others must not wait while callbacks save after an exception."""
+
+        @functools.wraps(method)
+        def run() -> Any:
+            try:
+                result = method()
+                self._meet_at_the_end()
+            except BaseException as error:
+                self.leave(error)
+                raise
+            return result
+
+        return run
+
+    def _meet_at_the_end(self) -> None:
+        if self._has_begun:
+            try:
+                self._replicas.begin_batch()
+            except CollectiveError as error:  # the training is complete
+                _log.warning("replica %d has ended without the others: %s", self._replicas.slot, error)
+            self._write_for_the_last_leader()
+        self._is_over = True
+        self._replicas.finish()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leaves the other replicas. One that failed writes nothing any more, if there are others that go on."""
+        self._is_over = True
+        if isinstance(error, Exception) and len(self._replicas.members) > 1:  # neither SIGTERM nor Ctrl-C
+            self._is_cut_off = True
+        self._replicas.close()
+
+    def remove(self) -> None:
+        self._replaced.remove()
+        self.leave()
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _are_together(self) -> bool:
+        """Whether all replicas are between the first batch and the last one, and so make the same calls."""
+        return self._has_begun and not self._is_over
+
+    def decide(self, decision: bool, *, all: bool) -> bool:
+        if not self._are_together:
+            return decision
+        found = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._is_first_rank else None
+        together = decision if found is None else not found[1] if all else bool(found[0])
+        return bool(self._inside(together))
+
+    def from_leader(self, value: T) -> T:
+        if not self._are_together:
+            return value
+        data = pickle.dumps(value) if self._replicas.is_leader else b""
+        size = self._replicas.max_of_bytes(len(data).to_bytes(8, "big"))
+        found = None if size is None else self._replicas.max_of_bytes(data.ljust(int.from_bytes(size, "big"), b"\0"))
+        result: T = value if found is None else pickle.loads(found)
+        return result
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._trainer.global_rank == 0
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def writes(self) -> bool:
+        return self._replicas.is_leader and not self._is_cut_off
+
+    @property
+    def is_first(self) -> bool:
+        return self.writes or self._acts_alone or not self._has_joined
+
+    @contextlib.contextmanager
+    def acting_alone(self) -> Iterator[None]:
+        self._acts_alone = True
+        try:
+            yield
+        finally:
+            self._acts_alone = False
+
+    def _write_for_the_last_leader(self) -> None:
+        """Writes the last checkpoint if the leader ended before it was complete. Collective over this replica's
+        ranks."""
+        leads_now, self._led = self.writes and not self._led, self.writes
+        if not leads_now or self.saved is None:
+            return
+        path, is_weights_only = self.saved
+        if not self._inside(_exists(path)):
+            _log.warning("the leader ended before %s was complete: replica %d writes it", path, self._replicas.slot)
+            self._trainer.save_checkpoint(path, is_weights_only)
+
+
+def _folder(callback: object) -> str | None:
+    return getattr(callback, "dirpath", None)
+
+
+def _exists(path: str) -> bool:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    return bool(url_to_fs(path)[0].exists(path))
+
+
+def _described(counters: tuple[int, int, int]) -> str:
+    epoch, batch, step = counters
+    return f"batch {batch} of epoch {epoch} (step {step})"

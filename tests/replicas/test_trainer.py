@@ -1,0 +1,294 @@
+"""Replicas of an unmodified Trainer: processes that are killed and come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, WeightAveraging
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from megastrategy import Replicas
+from megastrategy.data import ResumableSampler
+from megastrategy.lightning import MegatronDDPStrategy, SaveOnStop, _CheckpointIO
+from tests.support.replica_processes import Kill, logged_steps, run_with_kills
+from tests.support.replica_trainer import Fit, Module
+from tests.support.replicas import OPTIMIZERS, Case, assert_equal, members_by_step
+
+from .test_kills import check
+
+# --- a kill at any point ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A kill of replica 1, and how the Trainer validates."""
+
+    point: str
+    step: int = 3
+    ranks: int = 1
+    val_check_interval: float = 1.0
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "where",
+    [
+        Where("before meeting", ranks=2),
+        Where("after meeting"),
+        Where("after backward", ranks=2),
+        Where("before sum 0"),
+        Where("after sum 1", ranks=2),
+        Where("before vote"),
+        Where("after vote", ranks=2),
+        Where("after step", val_check_interval=0.5, ranks=2),
+        Where("after step", step=10),
+        Where("before meeting", step=11),
+        Where("validating", step=6, val_check_interval=0.5),
+    ],
+    ids=lambda where: f"{where.point}-{where.step}-{where.ranks}",
+)
+def test_a_fit_is_equal_to_a_replay_with_the_same_replicas(where: Where, tmp_path: Path) -> None:
+    """The batches of one that comes back begin at the others', within an epoch, at its border, in a validation."""
+    case = Case(ranks=where.ranks, num_epochs=2, num_batches=10)
+    fit = Fit(options={"val_check_interval": where.val_check_interval})
+    steps = check(case, [Kill(1, where.ranks - 1, where.point, where.step)], tmp_path, train=fit)
+    assert (0,) in steps.values(), "the other one went on alone"
+    assert steps[1, 9] == (0, 1), "it came back"
+
+
+def test_a_replica_that_was_stopped_ends_and_comes_back(tmp_path: Path) -> None:
+    case = Case(num_epochs=2, num_batches=8)
+    kills = [Kill(1, 0, "before sum 0", step=3, stopped_s=14.0)]
+    steps = check(case, kills, tmp_path, train=Fit(), skew_s=5.0)
+    assert (0,) in steps.values()
+    assert steps[1, 7] == (0, 1)
+
+
+# --- loops, schedules, callbacks -------------------------------------------------------------------------------------
+
+
+class Scheduled(Module):
+    """Two schedules, one by step and one by a monitored value, that stops improving soon."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS["momentum"](self.module.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"},
+            {"scheduler": plateau, "monitor": "val_loss"},
+        ]
+
+
+def stopping(folder: Path) -> list[pl.Callback]:
+    return [
+        EarlyStopping("val_loss", patience=6, min_delta=0.02),
+        ModelCheckpoint(folder / "saved", monitor="val_loss", save_top_k=2, save_last=True),
+    ]
+
+
+def test_loops_schedules_and_callbacks_of_one_that_comes_back_are_the_others(tmp_path: Path) -> None:
+    case = Case("momentum", num_epochs=20, num_batches=8)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 0.5, "gradient_clip_val": 0.5}
+    fit = Fit(Scheduled, callbacks=stopping, options=options)
+    found = run_with_kills(case, [Kill(1, 0, "after backward", step=3)], tmp_path, train=fit)
+    one, other = found[0][0], found[1][0]
+    assert_equal(one, other)
+    for name in ("counters", "schedules", "callbacks"):
+        assert one[name] == other[name], name
+    steps = members_by_step(logged_steps(tmp_path))
+    assert {(0,), (0, 1)} <= set(steps.values())
+    assert one["counters"][0] < case.num_epochs, "it was stopped early"
+    saved = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert {Path(path).name for path in one["callbacks"][_key(one, "ModelCheckpoint")]["best_k_models"]} <= saved
+    assert "last.ckpt" in saved
+    assert len(saved) == 3
+
+
+def _key(outcome: dict[str, Any], name: str) -> str:
+    [found] = [key for key in outcome["callbacks"] if key.startswith(name)]
+    return found
+
+
+class Differing(Module):
+    """Its monitored value improves in one replica, and in the other it does not."""
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val_loss", -float(self.trainer.global_step) if self.slot else 1.0)
+
+
+def stopping_soon(folder: Path) -> list[pl.Callback]:
+    return [EarlyStopping("val_loss", patience=1), ModelCheckpoint(folder, monitor="val_loss")]
+
+
+def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
+    case = Case(num_epochs=9, num_batches=4)
+    found = run_with_kills(case, [], tmp_path, train=Fit(Differing, callbacks=stopping_soon))
+    one, other = found[0][0], found[1][0]
+    assert_equal(one, other)
+    assert one["counters"] == other["counters"] == (2, 8)
+    # Each would have saved in other epochs: they save where all would.
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class EndingIO(_CheckpointIO):
+    """Ends replica 0, once, when a file is complete but for its name."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if os.environ["REPLICA_GROUP_ID"] == "0" and not (mark := Path(path).parents[1] / "ended").exists():
+            mark.touch()
+            os.replace = os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def saving(folder: Path) -> list[pl.Callback]:
+    return [ModelCheckpoint(folder / "saved", every_n_train_steps=4, save_top_k=-1)]
+
+
+@pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_next_leader_writes_the_file_that_the_last_one_left(ranks: int, tmp_path: Path) -> None:
+    case = Case(ranks=ranks, num_epochs=2, num_batches=8)
+    found = run_with_kills(case, [], tmp_path, train=Fit(callbacks=saving, options={"plugins": [EndingIO()]}))
+    assert (tmp_path / "ended").exists()
+    for mine, theirs in zip(found[0], found[1], strict=True):
+        assert_equal(mine, theirs)
+    saved = {torch.load(path, weights_only=False)["global_step"]: path for path in (tmp_path / "saved").glob("*.ckpt")}
+    assert sorted(saved) == [4, 8, 12, 16]
+    assert {path.name for path in saved.values()} == {f"epoch={(n - 1) // 8}-step={n}.ckpt" for n in saved}
+    for weight, expected in zip(found[0][0]["weights"], _fit_plainly(saved[16]).parameters(), strict=True):
+        assert torch.equal(weight, expected), "a plain Trainer has nothing left to do with the last one"
+    _fit_plainly(saved[4])
+
+
+def _fit_plainly(path: Path) -> Module:
+    """Goes on from a checkpoint without replicas, under "auto"."""
+    module = Module(Case(num_epochs=2, num_batches=8), 0, 0)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=saving(path.parents[1]))
+    trainer.fit(module, ckpt_path=path)
+    assert trainer.global_step == 16
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
+def test_a_file_that_is_further_does_not_overwrite_the_others(tmp_path: Path) -> None:
+    """Lightning restores it, and the state of the replicas that train comes after."""
+    case = Case(num_epochs=2, num_batches=10)
+    module = Module(case, 0, 0)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False)
+    trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "old.ckpt")
+    steps = check(case, [Kill(1, 0, "before sum 0")], tmp_path, train=Fit(ckpt_path=tmp_path / "old.ckpt"))
+    assert steps[1, 9] == (0, 1)
+
+
+def stop_saving(folder: Path) -> list[pl.Callback]:
+    return [SaveOnStop(folder)]
+
+
+def test_sigterm_ends_one_replica_which_saves_if_it_leads(tmp_path: Path) -> None:
+    case = Case(ranks=2, num_epochs=2, num_batches=10)
+    kills = [Kill(0, 1, "after step", step=4, signum=signal.SIGTERM)]
+    steps = check(case, kills, tmp_path, train=Fit(callbacks=stop_saving))
+    assert (1,) in steps.values()
+    assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 4
+
+
+# --- data and logs ---------------------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+class Sampling(Module):
+    """Writes down which samples it trains with. A worker has read ahead before the epoch is known."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbered(), batch_size=3, shuffle=True, num_workers=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        indices, inputs = batch
+        with (self.folder / f"seen-{self.slot}-{self.rank}").open("a") as file:
+            file.write(f"{self.current_epoch} {batch_idx} {indices.tolist()}\n")
+        return super().training_step(inputs)
+
+
+class Resuming(Sampling):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbered(), batch_size=3, sampler=ResumableSampler(Numbered()), num_workers=1)
+
+
+def _expected(kind: type[Sampling], epoch: int, place: int) -> list[int]:
+    if kind is Sampling:
+        usual: Any = DistributedSampler(Numbered(), 4, place)
+    else:
+        usual = ResumableSampler(Numbered())
+        usual.divide(4, place)
+    usual.set_epoch(epoch)
+    return list(usual)
+
+
+@pytest.mark.parametrize("kind", [Sampling, Resuming])
+def test_each_replica_has_its_own_samples_and_logs(kind: type[Sampling], tmp_path: Path) -> None:
+    case = Case(ranks=2, num_epochs=2, num_batches=6)
+    options = {"use_distributed_sampler": True, "logger": True, "enable_checkpointing": True}
+    found = run_with_kills(case, [Kill(1, 0, "after backward", step=3)], tmp_path, train=Fit(kind, options=options))
+    for mine, theirs in zip(found[0], found[1], strict=True):
+        assert_equal(mine, theirs)
+    for slot, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        lines = (tmp_path / f"seen-{slot}-{rank}").read_text().splitlines()
+        assert len(lines) == 12 if slot == 0 else len(lines) >= 8
+        for line in lines:
+            epoch, batch, indices = line.split(" ", 2)
+            start = 3 * int(batch)
+            expected = _expected(kind, int(epoch), 2 * slot + rank)[start : start + 3]
+            assert indices == str(expected)
+    logs = sorted(path.name.rpartition("-2")[0] for path in (tmp_path / "lightning_logs").iterdir())
+    assert logs == ["replica0", "replica1", "replica1"], "each process logs in a folder of its own"
+    [leading] = (tmp_path / "lightning_logs").glob("*/checkpoints")
+    assert leading.parent.name.startswith("replica0")
+    assert [path.name for path in leading.iterdir()] == ["epoch=1-step=12.ckpt"]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"]
+)
+def test_ranks_that_share_a_model_are_refused(option: str) -> None:
+    replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
+    with pytest.raises(ValueError, match=f"replicas= and {option}=2 are not supported together"):
+        MegatronDDPStrategy(replicas=replicas, **{option: 2})
+
+
+@pytest.mark.parametrize("callback", [LearningRateFinder, WeightAveraging])
+def test_callbacks_that_cannot_be_used_are_refused(callback: Callable[[], pl.Callback], tmp_path: Path) -> None:
+    replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MegatronDDPStrategy(replicas=replicas),
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        callbacks=[callback()],
+    )
+    with pytest.raises(ValueError, match=rf"replicas=: the callback {callback.__name__} cannot be used: it|a replica"):
+        trainer.fit(Module(Case(), 0, 0))
