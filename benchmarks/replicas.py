@@ -95,6 +95,17 @@ class Timers:
 
         return timed
 
+    def of_steps(self, step: Step) -> Step:
+        """Returns the step, with a timer of the processor time of all threads of this process."""
+
+        def timed(batch: Tensor) -> Tensor:
+            start_s = time.process_time()
+            loss = step(batch)
+            self.steps.append({"processor": 1e3 * (time.process_time() - start_s)})
+            return loss
+
+        return timed
+
     def spreads(self) -> dict[str, Spread]:
         """The spread over steps, by name."""
         return {name: Spread.of([step[name] for step in self.steps]) for name in self.steps[-1]}
@@ -141,14 +152,17 @@ def measure_steps(rank: Rank, name: str, lighthouse: str, num_rounds: int, num_s
     """Times of a step by engine and round, and of the calls in a replica's step."""
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     case, timers = CASES[name], Timers()
+    clocks = {"one world": Timers(), "replicas": Timers()}
     engines = {
-        "one world": _trained(case, None, None, use_distributed_optimizer=False),
-        "replicas": _in_replicas(case, rank.number, lighthouse, timers),
+        "one world": clocks["one world"].of_steps(_trained(case, None, None, use_distributed_optimizer=False)),
+        "replicas": clocks["replicas"].of_steps(_in_replicas(case, rank.number, lighthouse, timers)),
     }
     for step in engines.values():
         step(case.batches(rank.number, 1)[0])
-    timers.steps.clear()
+    for each in (timers, *clocks.values()):
+        each.steps.clear()
     measured = time_in_turns(rank, engines, case.batches(rank.number, num_steps + 1), num_rounds)
+    measured["processor"] = {name: dataclasses.asdict(clock.spreads()["processor"]) for name, clock in clocks.items()}
     measured["calls"] = {name: dataclasses.asdict(spread) for name, spread in timers.spreads().items()}
     measured["calls"]["copy of the sums"] = dataclasses.asdict(
         _copies(sum(p.numel() for p in case.build().parameters()))
@@ -177,10 +191,14 @@ def _report_steps(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     table = Table(f"a step of about {name}", "median (quartiles)")
     for what, spread in spreads.items():
         table.add_row(what, _shown(spread, 3 if what == "ratio" else 1))
+    for engine, spread in measured["processor"].items():
+        table.add_row(f"{engine}, processor time", _shown(Spread(**spread), 1))
     for what, spread in measured["calls"].items():
         table.add_row(f"{what}, ms", _shown(Spread(**spread), 2))
     Console().print(table)
-    return {what: dataclasses.asdict(spread) for what, spread in spreads.items()} | {"calls": measured["calls"]}
+    return {what: dataclasses.asdict(spread) for what, spread in spreads.items()} | {
+        name: measured[name] for name in ("processor", "calls")
+    }
 
 
 def _shown(spread: Spread, digits: int) -> str:
