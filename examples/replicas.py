@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between steps: such steps take milliseconds")
     parser.add_argument("--kill", nargs="*", default=[], metavar="SLOT:STEP", help="kill this replica in this step")
-    parser.add_argument("--out", type=Path, default=Path("runs/replicas"))
+    parser.add_argument("--out", type=Path, default=Path("runs/replicas"), help="a folder that is new for each run")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
