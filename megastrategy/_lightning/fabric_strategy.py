@@ -50,13 +50,14 @@ from ..core import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     OpenDirectory,
+    Replicas,
     adapt_scaler,
     announce_tokens,
     names_elsewhere,
     weigh_announced,
     weigh_by_tokens,
 )
-from ..data import CountedLoader, batch_size_of, sampler_of
+from ..data import CountedLoader, batch_size_of, check_order, follow_epochs, sampler_of, samplers_of
 from .checkpoint_io import MAIN_PARAMS_KEY
 from .launchers import refuse_notebook
 from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
@@ -97,6 +98,8 @@ class FabricStrategy(_Base):
             its part of. Either is loaded.
         tensor_parallel_size: ranks that share what ``parallelize_fn`` cuts over ``device_mesh["tensor_parallel"]``.
         pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size: as for a Trainer's strategy.
+        replicas: jobs that train the same model, each with a Fabric of its own, and may end and come back; see
+            docs/replicas.md. Loaders that Fabric sets up are divided among the ranks of all, and one of them saves.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -125,6 +128,7 @@ class FabricStrategy(_Base):
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         parallelize_fn: Callable[[Any, DeviceMesh], Module] | None = None,
+        replicas: Replicas | None = None,
         **options: Any,
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
@@ -139,6 +143,7 @@ class FabricStrategy(_Base):
             )
         self._parallelize_fn = parallelize_fn
         self.config: DistributedDataParallelConfig = self._mesh.checked(read_options(self, options))
+        self.replicas = self._mesh.checked_replicas(replicas)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -183,9 +188,10 @@ class FabricStrategy(_Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks that share a model or a sequence get the same batches."""
+        """By data-parallel rank: all ranks that share a model or a sequence get the same batches. Those of all replicas
+        divide them."""
         kwargs: dict[str, Any] = self._mesh.sampler_ranks() or super().distributed_sampler_kwargs
-        return kwargs
+        return kwargs if self.replicas is None else self.replicas.sampler_ranks(**kwargs)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         on_meta = self._parallelize_fn is not None and empty_init
@@ -213,8 +219,16 @@ class FabricStrategy(_Base):
         if (known := self._models.fitting(module, self.config)) is not None:
             return known
         self._mesh.check_precision(self.precision.precision)
+        if self.replicas is not None and self._models.open():
+            raise ValueError(
+                "MegatronDDPStrategy(replicas=...): a model is set up already, and replicas train one. Set up one "
+                "module that contains them all (torch.nn.ModuleDict); one that is not trained needs no setup"
+            )
         ranks = self._mesh.engine_ranks(module, self.root_device)
-        wrapped = DistributedDataParallel(module, self.config, **ranks, all_reduce_option=ALL_REDUCE_OPTION)
+        ranks |= {"all_reduce_option": ALL_REDUCE_OPTION, "replicas": self.replicas}
+        wrapped = DistributedDataParallel(module, self.config, **ranks)
+        if self.replicas is not None and scaler is not None:
+            self.replicas.register("scaler", scaler.state_dict, scaler.load_state_dict)
         right_order = (
             "call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
             "fabric.setup_optimizers(optimizer)"
@@ -252,6 +266,11 @@ class FabricStrategy(_Base):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Counts the loop's batches for a :class:`~megastrategy.data.ResumableSampler`, which the user saves."""
         dataloader = super().process_dataloader(dataloader)
+        if self.replicas is not None:
+            samplers = samplers_of(dataloader)
+            divided = [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in samplers]
+            check_order("MegatronDDPStrategy(replicas=...)", sampler_of(dataloader), *divided)
+            follow_epochs(functools.partial(getattr, self.replicas, "epoch"), *samplers)
         if (sampler := sampler_of(dataloader)) is None:
             return dataloader
         ranks = self.distributed_sampler_kwargs
@@ -260,6 +279,8 @@ class FabricStrategy(_Base):
 
     def teardown(self) -> None:
         """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""
+        if self.replicas is not None:
+            self.replicas.close()
         for model in self._models.open():
             model.close()
         super().teardown()
@@ -349,7 +370,10 @@ class FabricStrategy(_Base):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
+        """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder. Of replicas only the
+        leader gathers and writes."""
+        if self.replicas is not None and not self.replicas.writes_in("fabric.save()"):
+            return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
         distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
         for value in distributed.values():

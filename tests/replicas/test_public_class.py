@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,6 +128,16 @@ def test_a_name_is_registered_once_and_a_batch_needs_a_model() -> None:
         replicas.register("place", lambda: 0, lambda place: None)
     with pytest.raises(ValueError, match="no model trains with these replicas"):
         replicas.begin_batch()
+
+
+def test_a_launcher_copies_replicas_as_long_as_they_have_no_model() -> None:
+    threads = threading.active_count()
+    replicas = megastrategy.Replicas(of=3, slot=2, lighthouse="http://localhost:1")
+    assert threading.active_count() == threads, "a process that is forked would have no such thread"
+    copied = pickle.loads(pickle.dumps(replicas))
+    assert (copied.of, copied.slot) == (3, 2)
+    DistributedDataParallel(nn.Linear(2, 2), collectives=SingleRankCollectives(), replicas=copied)
+    assert copy.deepcopy({"replicas": copied}) == {"replicas": None}
 
 
 def test_torchft_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

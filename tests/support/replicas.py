@@ -37,7 +37,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training. ``options`` are of the configuration."""
+    """One training. ``options`` are of the configuration; a step has the gradients of ``accumulate`` batches."""
 
     optimizer: str = "adam"
     dtype: torch.dtype = torch.float32
@@ -46,6 +46,7 @@ class Case:
     num_epochs: int = 2
     num_batches: int = 4
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    accumulate: int = 1
 
     def module(self) -> nn.Module:
         with _seeding:  # threads have one generator
@@ -61,6 +62,14 @@ class Case:
     def batch(self, epoch: int, number: int, slot: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(((epoch * 100 + number) * 10 + slot) * 10 + rank)
         return torch.randn(6, 8, generator=generator).to(self.dtype)
+
+    def window(self, epoch: int, number: int, slot: int, rank: int) -> list[Tensor]:
+        """The batches of the step that ends with this one; an epoch's last step may have fewer."""
+        first = number - number % self.accumulate
+        return [self.batch(epoch, each, slot, rank) for each in range(first, number + 1)]
+
+    def ends_window(self, number: int) -> bool:
+        return (number + 1) % self.accumulate == 0 or number + 1 == self.num_batches
 
     def batches(self, epoch: int, slot: int, rank: int) -> list[Tensor]:
         return [self.batch(epoch, number, slot, rank) for number in range(self.num_batches)]
@@ -239,29 +248,44 @@ def assert_equal(one: Any, other: Any) -> None:
             assert torch.equal(a, b), name
 
 
-def replay(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -> list[Tensor]:
+def replay(
+    case: Case,
+    steps: Mapping[tuple[int, int], Sequence[int]],
+    *,
+    autocast: bool = False,
+    clip_value: float = float("inf"),
+    schedule: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
+    schedule_steps: int = 1,
+) -> list[Tensor]:
     """The weights after a training in one process with the same replicas in each step.
 
-    Sums are over at most two ranks and two replicas, so their order makes no difference.
+    Sums are over at most two ranks and two replicas, so their order makes no difference. ``schedule`` makes a schedule,
+    which steps so often after each step.
     """
     assert case.ranks <= 2
     assert all(len(members) <= 2 for members in steps.values())
     module = case.module()
     mains = [nn.Parameter(param.detach().float()) for param in module.parameters()]
     optimizer = OPTIMIZERS[case.optimizer](mains)
+    scheduler = schedule(optimizer)
     for (epoch, number), members in sorted(steps.items()):
         totals = [torch.zeros_like(main) for main in mains]
         for slot in members:
             inside = [torch.zeros_like(main) for main in mains]
             for rank in range(case.ranks):
-                loss = loss_of(module(case.batch(epoch, number, slot, rank)))
-                for sums, grad in zip(inside, torch.autograd.grad(loss, list(module.parameters())), strict=True):
-                    sums.add_(grad.float() / case.ranks)
+                for batch in case.window(epoch, number, slot, rank):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        outputs = module(batch)
+                    loss = loss_of(outputs) / case.accumulate
+                    for sums, grad in zip(inside, torch.autograd.grad(loss, list(module.parameters())), strict=True):
+                        sums.add_(grad.float() / case.ranks)
             for total, sums in zip(totals, inside, strict=True):
                 total.add_(sums)
         for main, total in zip(mains, totals, strict=True):
-            main.grad = total / len(members)
+            main.grad = (total / len(members)).clamp_(-clip_value, clip_value)
         optimizer.step()
+        for _ in range(schedule_steps if scheduler is not None else 0):
+            scheduler.step()
         with torch.no_grad():
             for param, main in zip(module.parameters(), mains, strict=True):
                 param.copy_(main)

@@ -86,7 +86,6 @@ class Replicas:
         epoch, batch: the loop's place: the present epoch, and the batches of it so far.
         should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
         is_adopted: whether the last window was stepped by others, and is not to be stepped again.
-        worker: the thread in which everything between replicas is done, in order.
         num_taken: the number of times that the state of another replica was taken.
         notice: at most :data:`NOTICE` bytes that are the leader's in all replicas after each meeting of new members.
     """
@@ -101,7 +100,6 @@ class Replicas:
         self.should_stop = self.is_adopted = False
         self.num_taken = 0
         self.notice = b""
-        self.worker = Worker()
         self.link, self._patience_s = link, patience_s
         self._model: ReplicaModel | None = None
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
@@ -109,6 +107,16 @@ class Replicas:
         self._has_started = self._wants_stop = False
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
+
+    @functools.cached_property
+    def worker(self) -> Worker:
+        """The thread in which everything between replicas is done, in order."""
+        # Not before it is used: a launcher may fork or copy this process's objects into others first.
+        return Worker()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes this object None in copies and pickles of objects that refer to it, once it has a model."""
+        return (type(None), ()) if self._model is not None else super().__reduce_ex__(protocol)
 
     # --- for the training loop ---------------------------------------------------------------------------------------
 
@@ -121,6 +129,19 @@ class Replicas:
     def is_leader(self) -> bool:
         """True for one of the replicas that train now, which writes checkpoints and logs."""
         return bool(self.members) and self.link.place == 0
+
+    def writes_in(self, call: str) -> bool:
+        """Returns whether this replica writes the file of a ``call`` that all make: the leader does.
+
+        Raises:
+            ValueError: before the first batch, when there is no leader yet.
+        """
+        if not self.members:
+            raise ValueError(
+                f"{call} before the first batch of replicas.batches(loader): of the replicas the leader writes, and "
+                "which one that is, is unknown until they have met. Call it in the loop or after it"
+            )
+        return self.is_leader
 
     def sampler_ranks(self, num_replicas: int, rank: int) -> dict[str, int]:
         """Returns these arguments of a DistributedSampler, given those of this replica's ranks, for all ranks of all
