@@ -278,9 +278,10 @@ FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"
 
 def test_only_addresses_import_a_framework() -> None:
     """Their shared code serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
-    Accelerate has two files that do, and its other files are read without; tools has one, for accelerate's launcher."""
+    Accelerate has three files that do, and its other files are read without; tools has one, for accelerate's
+    launcher."""
     addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "ray", "launch"}
-    others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "accelerate" / "replacement.py"}
+    others = {PACKAGE / "accelerate" / f"{name}.py" for name in ("accelerator", "replicas", "replacement")}
     others |= {PACKAGE / "tools" / "launching.py"}
     for path in FILES:
         if room(path) not in addresses and path not in others:

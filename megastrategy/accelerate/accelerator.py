@@ -42,8 +42,6 @@ from .._whole_optimizers import WholeOptimizers
 from ..core import (
     Collectives,
     DistributedDataParallel,
-    DistributedOptimizer,
-    SingleRankCollectives,
     adapt_scaler,
     announce_tokens,
     dtensors_of,
@@ -61,6 +59,7 @@ from .prepared_model import (
     has_parts_of_grads,
     trained_by,
 )
+from .replicas import AcceleratorReplicas
 from .resumable_data import ResumableLoaders
 from .tensor_parallel import check_parallelism, expert_mesh_of, full_state, optimizer_instances, showing_only_ties, wrap
 from .transformers_trainer import wrap_trainer
@@ -121,6 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         kind = str(self.distributed_type.value)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
+        self._replicas = AcceleratorReplicas(self)
         self.expert_mesh = expert_mesh_of(self, self.megatron_ddp_plugin.expert_parallel_size)
         self._whole_optimizers = WholeOptimizers(self._warn)
         log = _log.info if self.is_main_process else (lambda line: None)
@@ -151,7 +151,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return model
         trains = any(param.requires_grad for param in model.parameters())
         # where one process was launched as one of several, accelerate's own would wrap it into torch DDP
-        is_wrapped = self.distributed_type != DistributedType.NO
+        is_wrapped = self.distributed_type != DistributedType.NO or self._replicas.replicas is not None
         # there is nothing to reduce; in ``evaluation_mode`` accelerate places and casts it without torch DDP
         if evaluation_mode or not trains or not (is_wrapped or _has_16_bit_weights(model)):
             return super().prepare_model(model, device_placement, evaluation_mode or is_wrapped)
@@ -159,6 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if known is not None:
             self._models.append(model)
             return self._finish_model(known)
+        self._replicas.check_is_first(bool(PREPARED.wrappers_of(self._models)))
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         # It is not prepared, if it comes again without its wrapper. A traced module has its attributes elsewhere, and
@@ -166,6 +167,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         placed._is_accelerate_prepared = False  # type: ignore[assignment]
         vars(placed).pop("_is_accelerate_prepared", None)
         prepared = wrap(placed, self)
+        self._replicas.add_accelerator()
         right_order = "call accelerator.prepare(model, optimizer), or prepare the model before the optimizer"
         self._whole_optimizers.refuse_earlier(prepared, "prepared", right_order)
         return self._finish_model(PREPARED.add(model, prepared))
@@ -218,13 +220,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sharded = PREPARED.shard(optimizer, models[0], _log.info)
         return super().prepare_optimizer(sharded, device_placement=False)
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        *args: Any,
+        in_replica: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Prepares as accelerate's does, and counts the loop's batches for a sampler that can resume.
+
+        All replicas divide the loader, if there are several; with ``in_replica`` only the processes of this one, for an
+        evaluation.
 
         Raises:
             ValueError: if only the main process reads batches, or torchdata's loader counts them as well.
         """
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self._replicas.divides(data_loader) and not in_replica:
+            return self._replicas.prepare_data_loader(data_loader, device_placement)
+        prepared = super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
         self._resumable_loaders.add(prepared, data_loader, pads=self.num_processes > 1 and self.even_batches)
         return prepared
 
@@ -232,8 +246,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Skips as accelerate's does; returns a loader that a checkpoint has put behind these batches unchanged.
 
         Raises:
-            ValueError: if the loader's sampler can resume, and has not.
+            ValueError: if the loader's sampler can resume, and has not, or replicas divide the loader.
         """
+        self._replicas.check_is_whole(dataloader, "skip_first_batches()", "set replicas.batch, which skips as many")
         if self._resumable_loaders.skips_itself(dataloader, num_batches):
             return dataloader
         return super().skip_first_batches(dataloader, num_batches)
@@ -251,6 +266,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         """Ends as accelerate's does. Prepared models are closed before, while their ranks are connected: user code that
         has an optimizer of its own may go on with it."""
+        self._replicas.close()
         for model in PREPARED.open():
             model.close(give_back="used")
         super().end_training()
@@ -261,7 +277,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         known = PREPARED.sharded(getattr(scheduler, "optimizer", None))
         if isinstance(prepared, AcceleratedScheduler) and known is not None:
             prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
-        return prepared
+        return prepared if prepared is scheduler else self._replicas.schedule(prepared)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Registers as accelerate's does, and for a replica that comes back."""
+        super().register_for_checkpointing(*objects)
+        self._replicas.add("object", *objects)
 
     def _warn(self, text: str) -> None:
         if self.is_main_process:
@@ -294,6 +315,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Forgets all models as accelerate's does."""
         self._loss_tokens.close()
         return super().free_memory(*objects)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Suspends synchronisation as accelerate's does, and that of replicas of one process."""
+        with super().no_sync(model) if self._replicas.replicas is None else model.no_sync():
+            yield
 
     @staticmethod
     @contextlib.contextmanager
@@ -387,11 +414,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         All ranks call it together. Where nothing is sharded, and accelerate does not number the checkpoints, the main
         process may call it without the others, as under torch DDP; then it waits for no other rank.
 
+        Of replicas the leader saves.
+
         Raises:
             NotOnAllRanksError: if not all ranks call it otherwise.
         """
+        if not self._replicas.writes_in("accelerator.save_state()"):
+            return self._replicas.skip_save(output_dir)
         in_directory = self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed
-        optimizers = [_sharded_inside(item) for item in self._optimizers]
+        optimizers = [checkpoint.sharded_inside(item) for item in self._optimizers]
         is_sharded = any(item is not None and item.is_sharded for item in optimizers)
         configuration = self.project_configuration
         if not (is_sharded or in_directory or configuration.automatic_checkpoint_naming):
@@ -416,6 +447,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.is_local_main_process if on_each_node else self.is_main_process:
             self._resumable_loaders.save(location)
         return location
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Saves as accelerate's does; of replicas the leader."""
+        if self._replicas.writes_in("accelerator.save_model()"):
+            super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Returns as accelerate's does; of a tensor-parallel model full weights, on the host, where they are saved: on
@@ -445,6 +481,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._enter("accelerator.gather()")
         return super().gather(*args, **kwargs)
 
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers as accelerate's does."""
+        way_out = "prepare it by accelerator.prepare_data_loader(loader, in_replica=True), or use accelerator.gather()"
+        self._replicas.check_is_whole(self.gradient_state.active_dataloader, "gather_for_metrics()", way_out)
+        return super().gather_for_metrics(*args, **kwargs)
+
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces as accelerate's does, with its defaults."""
         self._enter("accelerator.reduce()")
@@ -468,7 +510,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for state, model in zip(states, models, strict=True)
         }
         weights = [own.get(id(state), state) for state in weights]
-        optimizers = [known for item in self._optimizers if (known := _sharded_inside(item)) is not None]
+        optimizers = [known for item in self._optimizers if (known := checkpoint.sharded_inside(item)) is not None]
         checkpoint.save_sharded(location, weights, optimizers, checkpoint_collectives())
         self.wait_for_everyone()
         return location
@@ -478,14 +520,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         """Loads a checkpoint that this class or torch DDP saved on any number of ranks. All ranks call it."""
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._latest_checkpoint()
-        optimizers = [_sharded_inside(item) for item in self._optimizers]
+        optimizers = [checkpoint.sharded_inside(item) for item in self._optimizers]
         kwargs.setdefault("map_location", "cpu")  # the host has room for the full state; each rank keeps its part
         if folder is not None and checkpoint.is_sharded(folder):
             models = list(self._models)
             # a hook may take a model out of the list, which it loads itself
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
-            with self._loading_directories() as loading:
+            given = None if self.use_distributed else self.megatron_ddp_config
+            with checkpoint.loading(self._optimizers, self._models, given) as loading:
                 checkpoint.load_sharded(folder, models, loading)
             # then everything that is in no directory: schedulers, random states, the user's own objects
             with self._set_aside(self._load_model_state_pre_hook):
@@ -505,7 +548,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _set_aside(self, hooks: OrderedDict[int, Any]) -> Iterator[None]:
         """Hides models, sharded optimizers and hooks from accelerate, which then saves or loads everything else."""
         models, optimizers, known = self._models, self._optimizers, hooks.copy()
-        sharded = [item for item in optimizers if not self.use_distributed or _sharded_inside(item) is not None]
+        sharded = [
+            item for item in optimizers if not self.use_distributed or checkpoint.sharded_inside(item) is not None
+        ]
         self._models, self._optimizers = [], [item for item in optimizers if item not in sharded]
         hooks.clear()
         try:
@@ -513,29 +558,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             self._models, self._optimizers = models, optimizers
             hooks.update(known)
-
-    @contextlib.contextmanager
-    def _loading_directories(self) -> Iterator[list[DistributedOptimizer]]:
-        """Yields the optimizers that a directory has. In one process torch's own get an engine to load it."""
-        loading, models = [], []
-        for item in self._optimizers:
-            known = _sharded_inside(item)
-            # a directory has state by parameter name: only a model can say which number of torch's each is
-            if known is None and not self.use_distributed:
-                params = {id(param) for group in item.param_groups for param in group["params"]}
-                owner = [model for model in self._models if params <= {id(param) for param in model.parameters()}]
-                if not owner:
-                    raise ValueError(
-                        "a directory has the optimizers of one model each, and here one has parameters of several"
-                    )
-                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=SingleRankCollectives()))
-                known = DistributedOptimizer(item.optimizer, models[-1])
-            loading += [known] if known is not None else []
-        try:
-            yield loading
-        finally:
-            for model in models:
-                model.close()
 
     def _latest_checkpoint(self) -> Path | None:
         """Finds the checkpoint that accelerate loads by default; None where it has none, and reports so itself."""
@@ -550,12 +572,6 @@ def _has_16_bit_weights(model: Module) -> bool:
 
 def _uncompiled(model: Any) -> Any:
     return model._orig_mod if isinstance(model, Module) and is_compiled_module(model) else model
-
-
-def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:
-    """Returns the sharded optimizer inside of accelerate's, or None."""
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return inner if isinstance(inner, DistributedOptimizer) else None
 
 
 def _signature(added: Iterable[inspect.Parameter]) -> inspect.Signature:

@@ -19,11 +19,14 @@ from ..core import (
     EXTRA_FILE,
     CheckpointError,
     Collectives,
+    DistributedDataParallelConfig,
     DistributedOptimizer,
     NotOnAllRanksError,
     OpenDirectory,
+    SingleRankCollectives,
     is_directory_checkpoint,
 )
+from .prepared_model import PreparedModel
 from .tensor_parallel import cut_in_place
 
 _CALL_ON_ALL_RANKS = (
@@ -123,6 +126,41 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
         model.load_state_dict(values)
     for apply in read:  # after the weights, whose rounded values would otherwise replace the main params
         apply()
+
+
+@contextlib.contextmanager
+def loading(
+    prepared: Sequence[Any], models: Sequence[Module], in_one_process: DistributedDataParallelConfig | None
+) -> Iterator[list[DistributedOptimizer]]:
+    """Yields those of these optimizers that a directory has.
+
+    Where torch's own are stepped, in one process, they get an engine to load it, with these options.
+    """
+    found, made = [], []
+    for item in prepared:
+        known = sharded_inside(item)
+        # a directory has state by parameter name: only a model can say which number of torch's each is
+        if known is None and in_one_process is not None:
+            params = {id(param) for group in item.param_groups for param in group["params"]}
+            owner = [model for model in models if params <= {id(param) for param in model.parameters()}]
+            if not owner:
+                raise ValueError(
+                    "a directory has the optimizers of one model each, and here one has parameters of several"
+                )
+            made.append(PreparedModel(owner[0], in_one_process, collectives=SingleRankCollectives()))
+            known = DistributedOptimizer(item.optimizer, made[-1])
+        found += [known] if known is not None else []
+    try:
+        yield found
+    finally:
+        for model in made:
+            model.close()
+
+
+def sharded_inside(optimizer: Any) -> DistributedOptimizer | None:
+    """Returns the sharded optimizer inside of accelerate's, or None."""
+    inner = optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, DistributedOptimizer) else None
 
 
 def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from .._checkpoints.directories import check_state_dict_type
-from ..core import DistributedDataParallelConfig, check_expert_options, config_from_arguments
+from ..core import DistributedDataParallelConfig, Replicas, check_expert_options, config_from_arguments
 
 if TYPE_CHECKING:
     ConfigFields = DistributedDataParallelConfig
@@ -48,6 +48,10 @@ class MegatronDDPPlugin(ConfigFields):
     """The number of data-parallel ranks over which user code divides experts, by
     ``accelerator.expert_mesh["expert_parallel"]``."""
 
+    replicas: Replicas | None = None
+    """The jobs that train the same model, each with an Accelerator of its own, and may end and come back: a
+    ``megastrategy.Replicas``; see docs/replicas.md."""
+
     _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
 
     def __post_init__(self) -> None:
@@ -55,6 +59,10 @@ class MegatronDDPPlugin(ConfigFields):
         size: object = self.expert_parallel_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"expert_parallel_size={size!r}: expected a number of ranks, 1 for no divided experts")
+        if not isinstance(self.replicas, Replicas | None):
+            raise ValueError(f"replicas={self.replicas!r}: expected a megastrategy.Replicas, which a script makes")
+        if self.replicas is not None and size > 1:
+            raise ValueError(f"replicas= and expert_parallel_size={size} are not supported together: leave one out")
         config = self.config()
         if size > 1:
             check_expert_options(config, "expert_parallel_size")
@@ -77,7 +85,7 @@ class MegatronDDPPlugin(ConfigFields):
     def options(self) -> dict[str, Any]:
         """Returns the engine's options that differ from the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        del values["state_dict_type"], values["expert_parallel_size"]
+        del values["state_dict_type"], values["expert_parallel_size"], values["replicas"]
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def config(self, **defaults: Any) -> DistributedDataParallelConfig:

@@ -84,7 +84,8 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
         collectives = engine_collectives(accelerator.device) if accelerator.use_distributed else SingleRankCollectives()
         if expert_mesh is not None:
             check_has_experts(model, expert_mesh[EXPERT].size(), "accelerator")
-        ranks = {"collectives": collectives, "expert_mesh": expert_mesh}
+        replicas = accelerator.megatron_ddp_plugin.replicas
+        ranks = {"collectives": collectives, "expert_mesh": expert_mesh, "replicas": replicas}
         made = PreparedModel(model, config, **ranks, all_reduce_option=way_out)
         if expert_mesh is not None:
             load_full_states(model)

@@ -6,6 +6,7 @@ Accelerator of this package. With any other optimizer they are unchanged. Traine
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def wrap_trainer() -> None:
         if checkpoint is not None:
             load_main_params(Path(checkpoint), [_distributed(self)])
 
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_without_replicas(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.accelerator, "megatron_ddp_plugin", None)
+        if plugin is not None and plugin.replicas is not None:
+            raise ValueError(
+                "MegatronDDPPlugin(replicas=...) and transformers.Trainer: its place is in its files, and a replica "
+                "that comes back would not have it. Leave replicas out, or train in a loop of your own"
+            )
+        return train(self, *args, **kwargs)
+
+    trainer.train = train_without_replicas
     trainer._save_optimizer_and_scheduler = save_on_all_ranks
     trainer._load_optimizer_and_scheduler = load_with_main_params
     _wrap_weights(trainer)

@@ -21,14 +21,26 @@ def start(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=HANG_S)
 
 
+def block(text: str) -> str:
+    """The script of the page that contains this text."""
+    page = (ROOT / "docs" / "replicas.md").read_text()
+    [found] = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in each]
+    return found
+
+
 @pytest.mark.fresh
-def test_the_script_of_the_page_trains_in_two_replicas(tmp_path: Path) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "replicas.md").read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(block)
-    done = start("--of", "2", *FAST, "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"replica \d: \d+ steps", done.stdout)) == ["replica 0: 20 steps", "replica 1: 20 steps"]
-    assert done.stderr.startswith("time-outs: a replica that is silent for 2 s is taken for dead")
+@pytest.mark.parametrize(
+    ("text", "ranks", "done"),
+    [("init_process_group", 1, "20 steps"), ("fabric.launch", 2, "2 epochs"), ("Accelerator(", 2, "2 epochs")],
+    ids=("plain loop", "Fabric", "Accelerate"),
+)
+def test_a_script_of_the_page_trains_in_two_replicas(text: str, ranks: int, done: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block(text))
+    ended = start("--of", "2", "--ranks", str(ranks), *FAST, "train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    expected = sorted(f"replica {slot}: {done}" for slot in range(2) for _ in range(ranks))
+    assert sorted(re.findall(r"replica \d: .*", ended.stdout)) == expected
+    assert ended.stderr.startswith("time-outs: a replica that is silent for 2 s is taken for dead")
 
 
 @pytest.mark.fresh

@@ -114,7 +114,8 @@ def test_the_plugin_has_every_field_of_the_config() -> None:
     hints = inspect.get_annotations(DistributedDataParallelConfig, eval_str=True)
     for field in dataclasses.fields(DistributedDataParallelConfig):
         assert own.pop(field.name) == (hints[field.name], field.default)
-    assert set(own) == {"bucket_cap_mb", "gradient_as_bucket_view", "state_dict_type", "expert_parallel_size"}
+    others = {"bucket_cap_mb", "gradient_as_bucket_view", "state_dict_type", "expert_parallel_size", "replicas"}
+    assert set(own) == others
     assert MegatronDDPPlugin().config() == DistributedDataParallelConfig()
     assert MegatronDDPPlugin(bucket_cap_mb=1).config().bucket_size == 2**18
     for wrong, named in [({"bucket_size": -1}, "bucket_size=-1"), ({"state_dict_type": "half"}, "'half'")]:
