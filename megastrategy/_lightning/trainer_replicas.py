@@ -3,10 +3,10 @@
 [Note: where the replicas of a Trainer meet]
 They meet before a batch is fetched: Lightning's counters are complete there, and a validation that was due has ended.
 The first meeting is in the strategy's setup, when model and optimizers are wrapped and the loops are not restored yet.
-A replica that comes back puts the state of another one in the place of a loaded checkpoint, so that Lightning's own
-code restores loops, schedulers and precision from it. Its first epoch begins at the batch of the others: a loader that
-cannot load its place fetches and drops the batches before it. The last meeting is after the fit. If the leader has
-ended while it wrote a checkpoint, the next one finds that at the meeting after it, and writes the file.
+A replica that comes back takes the state of another one for a loaded checkpoint, so that Lightning's own code restores
+loops, schedulers and precision from it. Its first epoch begins at the batch of the others: a loader that cannot load
+its place fetches and drops the batches before it. The last meeting is after the fit. If the leader has ended while it
+wrote a checkpoint, the next one finds that at the meeting after it, and writes the file.
 
 [Note: which decisions replicas make together]
 Batches of training differ between replicas, those of validation do not, and so the values that callbacks monitor are

@@ -131,7 +131,7 @@ def stopping_soon(folder: Path) -> list[pl.Callback]:
 
 def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
     case = Case(num_epochs=9, num_batches=4)
-    found = run_with_kills(case, [], tmp_path, train=Fit(Differing, callbacks=stopping_soon))
+    found = run_with_kills(case, [], tmp_path, train=Fit(Differing, stopping_soon, waits=False))
     one, other = found[0][0], found[1][0]
     assert_equal(one, other)
     assert one["counters"] == other["counters"] == (2, 8)
@@ -143,13 +143,15 @@ def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
 
 
 class EndingIO(_CheckpointIO):
-    """Ends replica 0, once, when a file is complete but for its name."""
+    """Ends replica 0, once, when a file is complete and has not got its name."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if os.environ["REPLICA_GROUP_ID"] == "0" and not (mark := Path(path).parents[1] / "ended").exists():
             mark.touch()
             os.replace = os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         super().save_checkpoint(checkpoint, path, storage_options)
+        with (Path(path).parents[1] / "written").open("a") as file:
+            file.write(f"{checkpoint['global_step']}\n")
 
 
 def saving(folder: Path) -> list[pl.Callback]:
@@ -166,6 +168,7 @@ def test_the_next_leader_writes_the_file_that_the_last_one_left(ranks: int, tmp_
         assert_equal(mine, theirs)
     saved = {torch.load(path, weights_only=False)["global_step"]: path for path in (tmp_path / "saved").glob("*.ckpt")}
     assert sorted(saved) == [4, 8, 12, 16]
+    assert (tmp_path / "written").read_text().split() == ["4", "8", "12", "16"], "one replica wrote each"
     assert {path.name for path in saved.values()} == {f"epoch={(n - 1) // 8}-step={n}.ckpt" for n in saved}
     for weight, expected in zip(found[0][0]["weights"], _fit_plainly(saved[16]).parameters(), strict=True):
         assert torch.equal(weight, expected), "a plain Trainer has nothing left to do with the last one"
@@ -248,7 +251,8 @@ def _expected(kind: type[Sampling], epoch: int, place: int) -> list[int]:
 def test_each_replica_has_its_own_samples_and_logs(kind: type[Sampling], tmp_path: Path) -> None:
     case = Case(ranks=2, num_epochs=2, num_batches=6)
     options = {"use_distributed_sampler": True, "logger": True, "enable_checkpointing": True}
-    found = run_with_kills(case, [Kill(1, 0, "after backward", step=3)], tmp_path, train=Fit(kind, options=options))
+    kills = [Kill(1, 0, "after backward", step=8)]  # in the second epoch, whose order a worker cannot know
+    found = run_with_kills(case, kills, tmp_path, train=Fit(kind, options=options))
     for mine, theirs in zip(found[0], found[1], strict=True):
         assert_equal(mine, theirs)
     for slot, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):

@@ -69,8 +69,10 @@ class Place:
             yield write
 
     def wait_for_others(self, replicas: Replicas) -> None:
-        """Returns at once if all are there, else when those that are gone have come back once, or soon, if they have
-        been killed again since."""
+        """Returns at once if all are there, else when those that are gone have come back once.
+
+        If they have been killed again since, it waits for a moment only.
+        """
         if len(replicas.members) == self.case.of:
             return
         deadline = time.monotonic() + HANG_S / 2

@@ -79,8 +79,8 @@ class Module(pl.LightningModule):
 class Log(pl.Callback):
     """Logs each step and its members, waits for those that are gone, and names points at which tests interfere."""
 
-    def __init__(self, place: Place, replicas: Replicas, hook: Hook, write: Any) -> None:
-        self.place, self.replicas, self.hook, self.write = place, replicas, hook, write
+    def __init__(self, place: Place, replicas: Replicas, hook: Hook, write: Any, waits: bool) -> None:
+        self.place, self.replicas, self.hook, self.write, self.waits = place, replicas, hook, write, waits
         self.steps: list[tuple[int, int, tuple[int, ...], bool]] = []
         self.outcome: dict[str, Any] = {}
         self._num_steps = 0
@@ -110,7 +110,8 @@ class Log(pl.Callback):
         self.steps.append(step)
         self.write(step)
         self.hook("after step")
-        self.place.wait_for_others(self.replicas)
+        if self.waits:
+            self.place.wait_for_others(self.replicas)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -131,6 +132,8 @@ class Fit:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ckpt_path: Path | None = None
     """Loaded by a process that comes back."""
+    waits: bool = True
+    """Whether a replica waits for those that are gone, after its step."""
 
     def __call__(self, place: Place, hook: Hook) -> Any:
         for name in ("lightning.pytorch", "lightning.fabric"):
@@ -155,7 +158,7 @@ class Fit:
         module = self.module(case, place.slot, place.rank)
         module.folder = place.folder
         with place.log() as write:
-            log = Log(place, replicas, hook, write)
+            log = Log(place, replicas, hook, write, self.waits)
             trainer = pl.Trainer(
                 accelerator="cpu",
                 devices=case.ranks,
