@@ -144,7 +144,7 @@ def test_no_block_is_left_out() -> None:
         "tensor_parallel.md": 1,
         "experts.md": 5,
         "pipelines.md": 1,
-        "replicas.md": 3,
+        "replicas.md": 4,
         "gradients.md": 3,
         "failures.md": 2,
         "options.md": 1,

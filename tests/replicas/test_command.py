@@ -31,8 +31,13 @@ def block(text: str) -> str:
 @pytest.mark.fresh
 @pytest.mark.parametrize(
     ("text", "ranks", "done"),
-    [("init_process_group", 1, "20 steps"), ("fabric.launch", 2, "2 epochs"), ("Accelerator(", 2, "2 epochs")],
-    ids=("plain loop", "Fabric", "Accelerate"),
+    [
+        ("init_process_group", 1, "20 steps"),
+        ("pl.Trainer(", 2, "20 steps"),
+        ("fabric.launch", 2, "2 epochs"),
+        ("Accelerator(", 2, "2 epochs"),
+    ],
+    ids=("plain loop", "Lightning", "Fabric", "Accelerate"),
 )
 def test_a_script_of_the_page_trains_in_two_replicas(text: str, ranks: int, done: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block(text))
