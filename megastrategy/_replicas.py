@@ -222,8 +222,8 @@ class TorchftLink(core.ReplicaLink):
             if timeout_s < self._skew_s:
                 raise ValueError(
                     f"skew_s={self._skew_s:g}: expected at most {timeout_s:g} seconds, the timeout of the ranks' "
-                    "process group, in which they wait for one that waits for other replicas. Pass a longer one to "
-                    "init_process_group"
+                    "process group, in which they wait for one that waits for other replicas. Pass a longer timeout to "
+                    "init_process_group, MegatronDDPStrategy or accelerate's InitProcessGroupKwargs"
                 )
 
     def _receive(self, state: Any) -> None:

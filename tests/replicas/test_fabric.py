@@ -82,6 +82,7 @@ def check_loads(case: SampledCase, path: Path, weights: list[Tensor]) -> None:
 
 SCRIPT = """
 import sys
+from datetime import timedelta
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from lightning.fabric import Fabric
@@ -103,32 +104,43 @@ def train(fabric):
     print(f"trained {fabric.global_rank} {replicas.slot} {replicas.members} {module.weight.sum().item()}", flush=True)
 
 if __name__ == "__main__":
-    strategy = MegatronDDPStrategy(replicas=Replicas(), start_method=sys.argv[1])
+    replicas = Replicas(skew_s=float(sys.argv[2]))
+    strategy = MegatronDDPStrategy(replicas=replicas, start_method=sys.argv[1], timeout=timedelta(seconds=70))
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(train)
 """
 
 
-@pytest.mark.fresh
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def launched(script: Path, of: int, *arguments: str) -> list[str]:
+    """What the jobs print, one for each replica; each launches processes of its own."""
     script.write_text(SCRIPT)
     with lighthouse() as address:
-        common = os.environ | {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": "2"}
+        common = os.environ | {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": str(of)}
         jobs = [
             subprocess.Popen(
-                [sys.executable, script, method],
+                [sys.executable, script, *arguments],
                 env=common | {"REPLICA_GROUP_ID": str(slot)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for slot in range(2)
+            for slot in range(of)
         ]
-        outputs = [job.communicate(timeout=HANG_S)[0] for job in jobs]
+        return [job.communicate(timeout=HANG_S)[0] for job in jobs]
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path) -> None:
+    outputs = launched(tmp_path / "train.py", 2, method, "70")
     found = re.findall(r"trained (\d) (\d) \(0, 1\) (\S+)", "".join(outputs))
     assert sorted(line[:2] for line in found) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")], outputs
     assert len({line[2] for line in found}) == 1
+
+
+@pytest.mark.fresh
+def test_the_strategys_timeout_has_to_be_longer(tmp_path: Path) -> None:
+    [output] = launched(tmp_path / "train.py", 1, "fork", "80")
+    assert re.search("skew_s=80: expected at most 70 seconds.* MegatronDDPStrategy", output), output
 
 
 @pytest.mark.parametrize(
