@@ -15,6 +15,8 @@ import importlib
 import os
 import socket
 import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -50,7 +52,8 @@ class Replicas(core.Replicas):
         minimum: the number of replicas below which nothing is stepped.
         heartbeat_s, skew_s, patience_s: seconds, see _replicas' [Note: time-outs of replicas]. None: 5, 60 and 600, or
             those of ``megastrategy replicas``, whose lighthouse has the same ones.
-        host: the name of this machine for the other replicas; None for its own.
+        host: the name or address of this machine for the other replicas. None: ``MEGASTRATEGY_HOST`` in the
+            environment, or the machine's name.
 
     Raises:
         ValueError: for numbers that contradict each other, or are missing.
@@ -82,7 +85,8 @@ class Replicas(core.Replicas):
                     f"{variable} is set, and torchft would use it and not heartbeat_s, skew_s, patience_s: remove it "
                     "from the environment"
                 )
-        link = TorchftLink(slot, lighthouse, heartbeat_s, skew_s, patience_s, host or socket.gethostname())
+        host = host or os.environ.get("MEGASTRATEGY_HOST") or socket.gethostname()
+        link = TorchftLink(slot, lighthouse, heartbeat_s, skew_s, patience_s, host)
         super().__init__(link, of=of, slot=slot, minimum=minimum, patience_s=patience_s)
 
 
@@ -129,6 +133,13 @@ def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: flo
         heartbeat_timeout_ms=int(1000 * heartbeat_s),
         quorum_tick_ms=20,
     )
+
+
+def has_met(lighthouse: Any) -> bool:
+    """Returns whether any replica has begun to train with this lighthouse."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy
+    with opener.open(f"{lighthouse.address()}/status", timeout=10.0) as page:
+        return b"quorum_id: 0 " not in page.read()
 
 
 def _torchft(name: str) -> Any:
@@ -215,6 +226,7 @@ class TorchftLink(core.ReplicaLink):
             raise self._unreachable(error) from error
         self._manager._executor.shutdown()
         self._manager._executor = _InCallersThread()
+        self._manager._client = _Client(self._manager, self._group)
 
     def _check_timeout_of(self, ranks: core.Collectives) -> None:
         if ranks.size > 1:
@@ -229,8 +241,8 @@ class TorchftLink(core.ReplicaLink):
     def _receive(self, state: Any) -> None:
         self._received = state
 
-    def _set_members(self, place: int, number: int, members: tuple[int, ...]) -> None:
-        self.place, self.number, self.members = place, number, members
+    def _set_members(self, place: int, members: tuple[int, ...]) -> None:
+        self.place, self.number, self.members = place, self.number + 1, members
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -252,10 +264,19 @@ class TorchftLink(core.ReplicaLink):
         return state
 
     def _unreachable(self, error: Exception) -> core.CollectiveError:
+        address = urllib.parse.urlsplit(self._lighthouse)
+        try:
+            socket.create_connection(
+                (address.hostname or "", address.port or 80), timeout=min(self._skew_s, 5.0)
+            ).close()
+            reason = (
+                "It runs, so this replica was stopped for too long, and the others train without it: start it again"
+            )
+        except OSError as refused:
+            reason = f"It does not answer ({refused}): start it at this address, and then the replicas that have ended"
         return core.CollectiveError(
             f"replica {self._slot}: there is no agreement with other replicas through the lighthouse at "
-            f"{self._lighthouse}. Either it does not run, or this replica was stopped for too long, and the others "
-            f"train without it: start it again. torchft said: {error}"
+            f"{self._lighthouse}. {reason}. torchft said: {error}"
         )
 
     def undo_meeting(self) -> None:
@@ -305,10 +326,35 @@ class TorchftLink(core.ReplicaLink):
         self._transport = self._store = None
 
 
-def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, int, tuple[int, ...]], None]) -> Any:
+class _Client:
+    """The Manager's client, which makes a new group also if a lighthouse that was started again counts from 1.
+
+    torchft keeps a group while its number is the same, and finds addresses in the store by that number. Before the
+    lighthouse was started again, another group may have had it. So a group is new if its members are others, or if this
+    replica is behind, and its addresses are found by its step, too.
+    """
+
+    def __init__(self, manager: Any, group: Any) -> None:
+        self._manager, self._group, self._client = manager, group, manager._client
+        self._members: list[str] = []
+
+    def _quorum(self, **arguments: Any) -> Any:
+        quorum = self._client._quorum(**arguments)
+        if quorum.heal or quorum.replica_ids != self._members:
+            self._manager._quorum_id = -1
+        self._members, self._group.step = quorum.replica_ids, quorum.max_step
+        return quorum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[int, ...]], None]) -> Any:
     """Returns the group of the ranks at one place of all replicas, which reports its members when they change."""
 
     class Group(torchft.ProcessGroupGloo):  # type: ignore[misc] # a class of no type
+        step = 0
+
         def configure(
             self,
             store_addr: str,
@@ -321,7 +367,8 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, int, tu
             global_ranks: Sequence[int],
         ) -> None:
             # Before it connects: a connection that fails is reported, and the members are the same.
-            set_members(rank, quorum_id, tuple(number // group_world_size for number in global_ranks))
+            set_members(rank, tuple(number // group_world_size for number in global_ranks))
+            store_addr = f"{store_addr}/{self.step}"
             super().configure(
                 store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
             )

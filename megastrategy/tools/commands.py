@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec
@@ -320,7 +321,10 @@ def replicas_command(
     megastrategy[replicas].
     """
     _check_script(script, is_module)
-    check_timeouts(heartbeat_s, skew_s, patience_s)
+    try:
+        check_timeouts(heartbeat_s, skew_s, patience_s)
+    except ValueError as error:
+        raise click.UsageError("--" + re.sub(r"_s\b", "", str(error))) from error
     try:
         run_replicas(
             script,

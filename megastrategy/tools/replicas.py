@@ -12,11 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from .._replicas import check_timeouts, describe_timeouts, start_lighthouse
+from .._replicas import check_timeouts, describe_timeouts, has_met, start_lighthouse
 
 _POLL_S = 0.1
 _END_S = 30.0
 """Seconds that replicas get to end after SIGTERM, in which a script may save."""
+_EARLY_S, _NUM_EARLY = 20.0, 3
+"""A script that fails in all replicas within so many seconds, so many times in a row, is not started again."""
+_LAUNCH = """
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except (ChildFailedError, SignalException):  # it has logged which process ended, and the process its own traceback
+    sys.exit(1)
+"""
 
 
 __all__ = ["ReplicasError", "check_timeouts", "run_replicas"]
@@ -31,6 +43,8 @@ class _Slot:
     number: int
     process: subprocess.Popen[bytes]
     restarts_left: int
+    started_at: float = dataclasses.field(default_factory=time.monotonic)
+    num_early: int = 0
 
     @property
     def has_failed(self) -> bool:
@@ -39,6 +53,10 @@ class _Slot:
     @property
     def has_finished(self) -> bool:
         return self.process.poll() == 0
+
+    @property
+    def fails_early(self) -> bool:
+        return self.num_early >= _NUM_EARLY and time.monotonic() - self.started_at < _EARLY_S
 
 
 def run_replicas(
@@ -57,7 +75,7 @@ def run_replicas(
     """Runs the script in ``of`` replicas of ``num_ranks`` processes, until each has ended.
 
     A replica that ends with an error is started again, at most ``restarts`` times, while no other one has come to the
-    end.
+    end, and unless all fail at their starts.
 
     Raises:
         ReplicasError: if no replica has come to the end.
@@ -71,7 +89,7 @@ def run_replicas(
         "MEGASTRATEGY_SKEW_S": str(skew_s),
         "MEGASTRATEGY_PATIENCE_S": str(patience_s),
     }
-    program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    program = ["-c", _LAUNCH, "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *program, *(["-m"] if is_module else []), target, *arguments]
 
     def start(number: int) -> subprocess.Popen[bytes]:
@@ -88,12 +106,19 @@ def run_replicas(
                     ends_at = min(ends_at, time.monotonic() + skew_s)
                 for slot in (slot for slot in slots if slot.has_failed and slot.restarts_left):
                     _restart(slot, slots, start, log)
+        if of > 1 and any(slot.has_finished for slot in slots) and not has_met(lighthouse):
+            log(
+                f"{target} ended without a meeting of replicas: each trained by itself. Does it pass "
+                "replicas=megastrategy.Replicas()?"
+            )
     finally:
         _end([slot.process for slot in slots])
         lighthouse.shutdown()
     if not any(slot.has_finished for slot in slots):
         codes = ", ".join(f"replica {slot.number} with exit code {slot.process.returncode}" for slot in slots)
-        raise ReplicasError(f"{target}: no replica came to the end, and none is left to restart: {codes}")
+        early = all(slot.num_early >= _NUM_EARLY for slot in slots)
+        why = f"each failed {_NUM_EARLY} times at its start" if early else "none is left to restart"
+        raise ReplicasError(f"{target}: no replica came to the end, and {why}: {codes}")
 
 
 def _restart(
@@ -104,9 +129,15 @@ def _restart(
         log(f"{what}; another one has come to the end, so it is not started again")
         slot.restarts_left = 0
         return
+    slot.num_early = slot.num_early + 1 if time.monotonic() - slot.started_at < _EARLY_S else 0
+    if all(other.fails_early for other in slots):
+        for other in slots:
+            other.restarts_left = 0
+        log(f"{what}; all have failed {_NUM_EARLY} times within {_EARLY_S:g} s, so none is started again")
+        return
     slot.restarts_left -= 1
     log(f"{what}; it is started again ({slot.restarts_left} restarts left)")
-    slot.process = start(slot.number)
+    slot.process, slot.started_at = start(slot.number), time.monotonic()
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

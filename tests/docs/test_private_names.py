@@ -93,7 +93,7 @@ LIVES_IN = {
         "_dataloaders _is_accelerate_prepared _load_model_state_pre_hook _save_model_state_pre_hook"
     ),
     "transformers.trainer": ("_load_from_checkpoint _load_optimizer_and_scheduler _save _save_optimizer_and_scheduler"),
-    "torchft.manager": "_commit_failures _executor _manager",
+    "torchft.manager": "_commit_failures _executor _manager _quorum_id",
     "torchft.checkpointing.http_transport": "_server",
 }
 """The object or module that has the names, or in whose source they are."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.patience import HANG_S
@@ -72,3 +75,54 @@ def test_a_script_that_always_fails_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no replica came to the end" in done.stderr.splitlines()[-1]
     assert done.stderr.count("it is started again") == 1
+
+
+@pytest.mark.fresh
+def test_a_script_that_fails_at_once_in_all_replicas_is_not_started_again_and_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
+    done = start("--of", "2", *FAST, "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "and each failed 3 times at its start" in done.stderr.splitlines()[-1]
+    assert 4 <= done.stderr.count("it is started again") <= 5
+
+
+@pytest.mark.fresh
+def test_one_that_fails_beside_another_does_not_end_the_other(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "fails = pathlib.Path(f'failed-{os.getpid()}')\n"
+        "if os.environ['REPLICA_GROUP_ID'] == '1': fails.touch(); sys.exit(3)\n"
+        "while len(list(pathlib.Path().glob('failed-*'))) < 5: time.sleep(0.1)\n"
+    )
+    done = start("--of", "2", *FAST, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "another one has come to the end, so it is not started again" in done.stderr
+    assert "ended without a meeting of replicas: each trained by itself" in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.fresh
+def test_a_signal_ends_all_processes_with_one_line(signum: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, time\npathlib.Path(f'pid-{os.getpid()}').touch()\ntime.sleep(1000)\n"
+    )
+    command = [sys.executable, "-m", "megastrategy", "replicas", "--of", "2", "--ranks", "2", *FAST, "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + HANG_S
+        while len(list(tmp_path.glob("pid-*"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=HANG_S)
+    assert process.returncode == 1
+    assert said.splitlines()[-1] == "Error: train.py was interrupted"
+    assert "Traceback" not in said
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert len(pids) == 4
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_wrong_time_outs_are_reported_by_their_options(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = start("--skew", "1", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: --skew=1: expected at least 5 seconds, the time of heartbeat")

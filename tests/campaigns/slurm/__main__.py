@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from . import replicas
 from .job import NUM_BATCHES, NUM_EPOCHS, SAVES_EVERY
 
 ROOT = Path(__file__).parents[3]
@@ -269,6 +270,7 @@ def main() -> None:
     assert "MegatronDDPStrategy on 2 rank(s)" in example("trainer", "last.ckpt")
     assert "2 process(es)" in example("accelerate", "checkpoint-*")
     _tell("examples/slurm/*.sbatch ran to their ends on two nodes.\n")
+    replicas.main()
     weights = {place: undisturbed(place, "ddp") for place in PLACES}
     _tell('Undisturbed, weights after a fit equal to those of "ddp" to the bit:')
     for place in PLACES:

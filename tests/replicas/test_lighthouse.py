@@ -1,0 +1,156 @@
+"""A lighthouse whose process is killed: it comes back at the same address, or not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from megastrategy._replicas import TorchftLink, start_lighthouse
+from megastrategy.core import Collectives, SingleRankCollectives
+from megastrategy.errors import CollectiveError
+from tests.support.patience import HANG_S
+from tests.support.replicas import (
+    HEARTBEAT_S,
+    SKEW_S,
+    Case,
+    Run,
+    assert_equal,
+    members_by_step,
+    prepare,
+    replay,
+    results,
+    run_replicas,
+)
+
+
+class Lighthouse:
+    """A process that is killed and started again at the same port."""
+
+    def __init__(self, minimum: int = 1) -> None:
+        self.port = 0
+        self.start(minimum)
+
+    def start(self, minimum: int = 1) -> None:
+        context = multiprocessing.get_context("forkserver")
+        receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(self.port, minimum, sender), daemon=True)
+        self._process.start()
+        assert receiver.poll(HANG_S)
+        self.port = receiver.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def address(self) -> str:
+        return f"http://localhost:{self.port}"
+
+    def num_waiting(self) -> int:
+        """The number of replicas that wait for others in a meeting."""
+        page = urllib.request.urlopen(f"{self.address}/status", timeout=HANG_S).read().decode()
+        found = re.search(r"\[(\d+)/\d+ participants healthy\]", page)
+        assert found is not None, page
+        return int(found[1])
+
+
+def _serve(port: int, minimum: int, sender: Connection) -> None:
+    server = start_lighthouse(f"[::]:{port}", heartbeat_s=HEARTBEAT_S, skew_s=SKEW_S, minimum=minimum)
+    sender.send(int(server.address().rpartition(":")[2]))
+    threading.Event().wait()
+
+
+@pytest.fixture
+def server() -> Iterator[Lighthouse]:
+    server = Lighthouse()
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("point", ["before meeting", "before vote"])
+def test_a_lighthouse_that_comes_back_costs_no_bits(server: Lighthouse, point: str) -> None:
+    """One replica may step alone before the other has found the lighthouse, which then takes its state."""
+    case = Case(ranks=2, num_epochs=2, num_batches=10)
+
+    def job(slot: int, rank: int, _: str, collectives: Collectives) -> Any:
+        num_points = 0
+
+        def hook(reached: str) -> None:
+            nonlocal num_points
+            num_points += reached == point
+            if (slot, rank, reached, num_points) == (0, 0, point, 5):
+                server.kill()
+                server.start()
+
+        def wait_for_the_other(run: Run) -> None:
+            # Otherwise it may have trained to the end by then: no other training has steps as short as these.
+            deadline = time.monotonic() + HANG_S / 4
+            while len(run.replicas.members) < case.of and not server.num_waiting():
+                assert time.monotonic() < deadline, "the other replica does not come"
+                time.sleep(0.02)
+
+        run = prepare(case, slot, rank, server.address, collectives, hook)
+        run.train(wait_for_the_other)
+        return run.outcome()
+
+    found = results(run_replicas(case, job))
+    for mine, theirs in zip(*found, strict=True):
+        assert_equal(mine, theirs)
+    steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
+    assert sorted(steps) == [(epoch, batch) for epoch in range(2) for batch in range(10)]
+    assert steps[1, 9] == (0, 1)
+    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_a_group_is_not_taken_for_that_of_the_same_number_before() -> None:
+    """A lighthouse counts from 1 again. Sums in the old group would wait for the replica that is gone."""
+    server = Lighthouse(minimum=2)
+    links = [TorchftLink(slot, server.address, HEARTBEAT_S, SKEW_S, SKEW_S, "localhost") for slot in (0, 1)]
+    for link in links:
+        link.join(SingleRankCollectives(), lambda: None)
+    threads = [threading.Thread(target=link.meet, kwargs={"joins": True}) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert [(link.number, link.members) for link in links] == [(0, (0, 1)), (0, (0, 1))]
+    links[0]._manager._manager.shutdown()  # it is silent, and connected
+    server.kill()
+    server.start()
+
+    assert links[1].meet(joins=True) is None
+    assert (links[1].number, links[1].members, links[1].failure) == (1, (1,), "")
+    assert links[1].vote()
+    for link in links:
+        link.leave()
+    server.kill()
+
+
+def test_a_lighthouse_that_is_gone_is_named_by_each_rank(server: Lighthouse) -> None:
+    case = Case(of=1, ranks=2)
+
+    def job(_: int, rank: int, __: str, collectives: Collectives) -> None:
+        num_meetings = 0
+
+        def hook(point: str) -> None:
+            nonlocal num_meetings
+            num_meetings += point == "before meeting"
+            if (rank, point, num_meetings) == (0, "before meeting", 3):
+                server.kill()
+
+        run = prepare(case, 0, rank, server.address, collectives, hook, patience_s=5.0)
+        with pytest.raises(CollectiveError, match=rf"lighthouse at {server.address}. It does not answer"):
+            run.train()
+        assert len(run.steps) == 2
+
+    results(run_replicas(case, job))
