@@ -121,6 +121,7 @@ def test_a_signal_ends_all_processes_with_one_line(signum: signal.Signals, tmp_p
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.fresh
 def test_wrong_time_outs_are_reported_by_their_options(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = start("--skew", "1", "train.py", cwd=tmp_path)
