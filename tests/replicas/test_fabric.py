@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 
 def launched(script: Path, of: int, *arguments: str) -> list[str]:
-    """What the jobs print, one for each replica; each launches processes of its own."""
+    """Returns the output of each replica, a job that launches processes of its own."""
     script.write_text(SCRIPT)
     with lighthouse() as address:
         common = os.environ | {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": str(of)}
