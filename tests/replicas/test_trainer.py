@@ -38,7 +38,7 @@ class Where:
     val_check_interval: float = 1.0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "where",
     [
@@ -65,6 +65,7 @@ def test_a_fit_is_equal_to_a_replay_with_the_same_replicas(where: Where, tmp_pat
     assert steps[1, 9] == (0, 1), "it came back"
 
 
+@pytest.mark.long
 def test_a_replica_that_was_stopped_ends_and_comes_back(tmp_path: Path) -> None:
     case = Case(num_epochs=2, num_batches=8)
     kills = [Kill(1, 0, "before sum 0", step=3, stopped_s=14.0)]
@@ -159,7 +160,7 @@ def saving(folder: Path) -> list[pl.Callback]:
 
 
 @pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_next_leader_writes_the_file_that_the_last_one_left(ranks: int, tmp_path: Path) -> None:
     case = Case(ranks=ranks, num_epochs=2, num_batches=8)
     found = run_with_kills(case, [], tmp_path, train=Fit(callbacks=saving, options={"plugins": [EndingIO()]}))
@@ -223,7 +224,7 @@ class Sampling(Module):
     """Writes down which samples it trains with. A worker has read ahead before the epoch is known."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Numbered(), batch_size=3, shuffle=True, num_workers=1)
+        return DataLoader(Numbered(), batch_size=3, shuffle=True, num_workers=1, multiprocessing_context="fork")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
         indices, inputs = batch
@@ -234,7 +235,8 @@ class Sampling(Module):
 
 class Resuming(Sampling):
     def train_dataloader(self) -> Any:
-        return DataLoader(Numbered(), batch_size=3, sampler=ResumableSampler(Numbered()), num_workers=1)
+        sampler = ResumableSampler(Numbered())
+        return DataLoader(Numbered(), batch_size=3, sampler=sampler, num_workers=1, multiprocessing_context="fork")
 
 
 def _expected(kind: type[Sampling], epoch: int, place: int) -> list[int]:
@@ -247,7 +249,7 @@ def _expected(kind: type[Sampling], epoch: int, place: int) -> list[int]:
     return list(usual)
 
 
-@pytest.mark.parametrize("kind", [Sampling, Resuming])
+@pytest.mark.parametrize("kind", [Sampling, pytest.param(Resuming, marks=pytest.mark.long)])
 def test_each_replica_has_its_own_samples_and_logs(kind: type[Sampling], tmp_path: Path) -> None:
     case = Case(ranks=2, num_epochs=2, num_batches=6)
     options = {"use_distributed_sampler": True, "logger": True, "enable_checkpointing": True}
