@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy._replicas import check_timeouts, describe_timeouts
+from megastrategy._replicas import TorchftLink, check_timeouts, describe_timeouts
 from megastrategy.core import SingleRankCollectives, make_collectives
 from megastrategy.errors import CollectiveError
 from tests.support.ranks import run_ranks
@@ -25,12 +25,19 @@ from tests.support.replicas import Case, lighthouse, prepare
 VARIABLES = {"NUM_REPLICA_GROUPS": "3", "REPLICA_GROUP_ID": "2", "TORCHFT_LIGHTHOUSE": "http://localhost:1"}
 
 
+def link_host(replicas: megastrategy.Replicas) -> str:
+    assert isinstance(replicas.link, TorchftLink)
+    return replicas.link._host
+
+
 def test_arguments_come_from_the_environment_of_torchfts_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     replicas = megastrategy.Replicas()
     assert (replicas.of, replicas.slot, replicas.minimum, replicas.members) == (3, 2, 1, ())
     assert megastrategy.Replicas(of=4, slot=0).slot == 0
+    monkeypatch.setenv("MEGASTRATEGY_HOST", "10.0.0.7")
+    assert [link_host(megastrategy.Replicas(host=host)) for host in (None, "name")] == ["10.0.0.7", "name"]
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "7")
     with pytest.raises(ValueError, match="TORCHFT_TIMEOUT_SEC is set"):
         megastrategy.Replicas()
@@ -83,11 +90,11 @@ def test_a_lighthouse_that_is_not_there_is_named() -> None:
 def test_missing_replicas_are_waited_for_in_bounded_time() -> None:
     """Below the minimum nothing is stepped; above it the present ones begin."""
     with lighthouse() as address:
-        run = prepare(Case(of=3), 0, 0, address, SingleRankCollectives(), minimum=2, patience_s=1.0)
+        run = prepare(Case(of=3), 0, 0, address, SingleRankCollectives(), minimum=2, patience_s=3.0)
         with pytest.raises(CollectiveError, match="1 of 3 replicas are there, and minimum=2"):
             run.replicas.begin_batch()
     with lighthouse() as address:
-        run = prepare(Case(of=3), 0, 0, address, SingleRankCollectives(), minimum=1, patience_s=1.0)
+        run = prepare(Case(of=3), 0, 0, address, SingleRankCollectives(), minimum=1, patience_s=3.0)
         run.train()
     assert len(run.steps) == 8
 
