@@ -12,6 +12,7 @@ its ranks wait there for one that waits here.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import threading
@@ -145,6 +146,7 @@ def has_met(lighthouse: Any) -> bool:
 def _torchft(name: str) -> Any:
     # Otherwise each step writes some lines of the lighthouse and of each replica to stderr.
     os.environ.setdefault("RUST_LOG", "warn")
+    logging.getLogger("torchft.manager").addFilter(_is_of_use)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -153,6 +155,14 @@ def _torchft(name: str) -> Any:
         raise ModuleNotFoundError(
             "megastrategy.Replicas needs torchft: pip install 'megastrategy[replicas]'", name="torchft"
         ) from error
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "NCCL flight recorder" not in record.getMessage()  # of each new group, also of gloo
+
+
+def _ignore_request(handler: Any, *arguments: Any) -> None:
+    """Logs nothing for each state that is sent: the standard library writes a line to stderr."""
 
 
 class _InCallersThread:
@@ -199,6 +209,7 @@ class TorchftLink(core.ReplicaLink):
         skew = timedelta(seconds=self._skew_s)
         self._group = _group(torchft, skew, self._set_members)
         self._transport = _torchft("torchft.checkpointing.http_transport").HTTPTransport(timeout=skew, num_chunks=0)
+        self._transport._server.RequestHandlerClass.log_request = _ignore_request
         try:
             self._manager = torchft.Manager(
                 pg=self._group,
