@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.nn import Module
+
 from ..core import CollectiveError, ReplicaMismatchError, Replicas
 from .replaced_methods import ReplacedMethods
 from .resumable_data import DataPlace
@@ -38,13 +40,6 @@ T = TypeVar("T")
 Inside = Callable[[Any], Any]
 """Returns the value of rank 0 of this replica. Collective over its ranks."""
 _log = logging.getLogger("megastrategy")
-
-_REFUSED = {
-    "LearningRateFinder": "it trains and restores the model before the fit, for which replicas cannot meet",
-    "BatchSizeFinder": "it trains and restores the model before the fit, for which replicas cannot meet",
-    "WeightAveraging": "a replica that comes back cannot take over its average",
-}
-"""Callbacks of Lightning, with the reason."""
 
 
 class TrainerReplicas:
@@ -137,9 +132,11 @@ class _Fit:
 
     def __init__(self, replicas: Replicas, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
         self._replicas, self._trainer, self._place, self._inside = replicas, trainer, place, inside
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for name in {base.__name__ for base in type(callback).__mro__} & _REFUSED.keys():
-                raise ValueError(f"replicas=: the callback {type(callback).__name__} cannot be used: {_REFUSED[name]}")
+        if any(_is_a(callback, "LearningRateFinder") for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "replicas=: the callback LearningRateFinder cannot be used, since it trains before the fit, where "
+                "replicas do not meet. Find the learning rate in a run without replicas"
+            )
         self._taken: dict[str, Any] | None = None  # the state with which this process came back
         self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = self._acts_alone = False
         self.saved: tuple[str, bool] | None = None
@@ -178,6 +175,8 @@ class _Fit:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+            for name, theirs in state["averages"].get(callback.state_key, {}).items():
+                getattr(callback, name).load_state_dict(theirs)
         trainer.should_stop = state["should_stop"]  # it came back when the others had ended
         _log.info("replica %d goes on from the state of the others", self._replicas.slot)
 
@@ -189,6 +188,7 @@ class _Fit:
         state = {
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
             "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},  # type: ignore[attr-defined]
+            "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},  # type: ignore[attr-defined]
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "optimizer_states": [],  # with the weights
             "place": self._counters(),
@@ -199,6 +199,14 @@ class _Fit:
                 state[type(stateful).__qualname__] = own
         self._place.save(state, trainer)
         return copy.deepcopy(state)  # the next batch changes it, perhaps before all of it is sent
+
+    def _averages(self, callback: object) -> dict[str, Any]:
+        """Returns the states of a callback's copies of the module, such as an average of its weights."""
+        trained = self._trainer.lightning_module
+        copies = {
+            name: each for name, each in vars(callback).items() if isinstance(each, Module) and each is not trained
+        }
+        return {name: each.state_dict() for name, each in copies.items()}
 
     def _take(self, state: dict[str, Any]) -> None:
         if not self._has_joined:
@@ -345,6 +353,11 @@ class _Fit:
         if not self._inside(_exists(path)):
             _log.warning("the leader ended before %s was complete: replica %d writes it", path, self._replicas.slot)
             self._trainer.save_checkpoint(path, is_weights_only)
+
+
+def _is_a(callback: object, name: str) -> bool:
+    """Whether the callback is of Lightning's class, which each of two packages has."""
+    return any(base.__name__ == name for base in type(callback).__mro__)
 
 
 def _folder(callback: object) -> str | None:

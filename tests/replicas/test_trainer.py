@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -93,6 +97,7 @@ def stopping(folder: Path) -> list[pl.Callback]:
     return [
         EarlyStopping("val_loss", patience=6, min_delta=0.02),
         ModelCheckpoint(folder / "saved", monitor="val_loss", save_top_k=2, save_last=True),
+        WeightAveraging(),  # the module has the average after the fit
     ]
 
 
@@ -284,8 +289,7 @@ def test_ranks_that_share_a_model_are_refused(option: str) -> None:
         MegatronDDPStrategy(replicas=replicas, **{option: 2})
 
 
-@pytest.mark.parametrize("callback", [LearningRateFinder, WeightAveraging])
-def test_callbacks_that_cannot_be_used_are_refused(callback: Callable[[], pl.Callback], tmp_path: Path) -> None:
+def test_a_learning_rate_finder_is_refused(tmp_path: Path) -> None:
     replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -294,7 +298,7 @@ def test_callbacks_that_cannot_be_used_are_refused(callback: Callable[[], pl.Cal
         max_epochs=1,
         default_root_dir=tmp_path,
         logger=False,
-        callbacks=[callback()],
+        callbacks=[LearningRateFinder()],
     )
-    with pytest.raises(ValueError, match=rf"replicas=: the callback {callback.__name__} cannot be used: it|a replica"):
+    with pytest.raises(ValueError, match="replicas=: the callback LearningRateFinder cannot be used"):
         trainer.fit(Module(Case(), 0, 0))
