@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megastrategy import GradScaler
 from megastrategy.core import Collectives
 from megastrategy.core.sync.replica_facts import ReplicaFacts, check_facts
 from megastrategy.errors import (
@@ -100,6 +101,31 @@ def test_nan_in_one_replica_is_rejected_by_all() -> None:
     equal(outcomes_of(case, step))
     assert len(errors) == 2
     assert sum("another replica" in error for error in errors) == 1
+
+
+def test_a_step_that_overflows_in_one_replica_is_skipped_by_all() -> None:
+    case = Case(num_epochs=2, num_batches=3)
+    scalers: list[GradScaler] = []
+
+    def prepared(run: Run) -> None:
+        run.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)  # type: ignore[attr-defined]
+        run.replicas.register("scaler", run.scaler.state_dict, run.scaler.load_state_dict)  # type: ignore[attr-defined]
+        scalers.append(run.scaler)  # type: ignore[attr-defined]
+
+    def step(run: Run, number: int, batch: Tensor) -> None:
+        scaler: GradScaler = run.scaler  # type: ignore[attr-defined]
+        loss = loss_of(run.model(batch)) * (float("inf") if (number, run.slot) == (1, 1) else 1.0)
+        before = [param.detach().clone() for param in run.module.parameters()]
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.model.finish_param_gather()
+        is_skipped = all(torch.equal(old, new) for old, new in zip(before, run.module.parameters(), strict=True))
+        assert is_skipped == (number == 1)
+
+    equal(outcomes_of(case, step, prepared=prepared))
+    # Halved in each epoch's second batch, and doubled after two steps in a row: the third and the next first one.
+    assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0]
 
 
 class UsedTwice(nn.Module):

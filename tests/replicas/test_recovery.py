@@ -143,6 +143,34 @@ def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_t
         assert mine["steps"][-1][2] == (0, 1)
 
 
+def test_a_replica_that_has_not_joined_delays_no_other() -> None:
+    """One that was started again imports and compiles for long. Others would wait for one that beats."""
+    case = Case(num_epochs=2, num_batches=10)
+    has_gone_on, is_coming = threading.Event(), threading.Event()
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        run = prepare(case, slot, rank, address, collectives)
+        if slot == 1:  # it has begun with the other one, and ended
+            run.replicas.begin_batch()
+            run.replicas.close()
+            run = prepare(case, slot, rank, address, collectives, lambda point: is_coming.set())
+            assert has_gone_on.wait(SKEW_S / 2), "the other one waited for this one, at most so long"
+
+        def on_step(run: Run) -> None:
+            if slot == 0 and len(run.steps) == 3:
+                assert run.replicas.members == (0,)
+                has_gone_on.set()
+                assert is_coming.wait(HANG_S)
+                time.sleep(0.2)
+
+        run.train(on_step)
+        return run.outcome()
+
+    [[first], [second]] = results(run_replicas(case, job))
+    assert_equal(first, second)
+    assert second["steps"][-1][2] == (0, 1)
+
+
 def test_all_replicas_resume_from_a_checkpoint_of_one() -> None:
     """As if they had not ended. The file is that of the leader, whose ranks gather it."""
     case = dataclasses.replace(FORMS["main params"], num_epochs=2)
