@@ -189,7 +189,12 @@ class TorchftLink(core.ReplicaLink):
     def __init__(
         self, slot: int, lighthouse: str, heartbeat_s: float, skew_s: float, patience_s: float, host: str
     ) -> None:
-        _torchft("torchft")  # its absence is reported at the start, not at the first batch
+        # Its absence is reported at the start, not at the first batch.
+        if not hasattr(_torchft("torchft").ProcessGroupGloo, "configure"):
+            raise ImportError(
+                "megastrategy.Replicas needs torchft 0.2, and this torchft has another interface, as its nightly builds "
+                "do: pip install 'megastrategy[replicas]', without torchft-nightly"
+            )
         self._slot, self._lighthouse, self._host = slot, lighthouse, host
         self._heartbeat_s, self._skew_s, self._patience_s = heartbeat_s, skew_s, patience_s
         self._manager: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import sys
 import threading
@@ -150,6 +151,15 @@ def test_a_launcher_copies_replicas_as_long_as_they_have_no_model() -> None:
 def test_torchft_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'megastrategy\[replicas\]'"):
+        megastrategy.Replicas(of=1, slot=0, lighthouse="http://localhost:1")
+
+
+def test_a_torchft_with_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of 2026-10-26, for example, which has ``reconfigure``."""
+    for base in importlib.import_module("torchft").ProcessGroupGloo.__mro__:
+        if "configure" in vars(base):
+            monkeypatch.delattr(base, "configure")
+    with pytest.raises(ImportError, match=r"needs torchft 0\.2.*without torchft-nightly"):
         megastrategy.Replicas(of=1, slot=0, lighthouse="http://localhost:1")
 
 
