@@ -192,8 +192,8 @@ class TorchftLink(core.ReplicaLink):
         # Its absence is reported at the start, not at the first batch.
         if not hasattr(_torchft("torchft").ProcessGroupGloo, "configure"):
             raise ImportError(
-                "megastrategy.Replicas needs torchft 0.2, and this torchft has another interface, as its nightly builds "
-                "do: pip install 'megastrategy[replicas]', without torchft-nightly"
+                "megastrategy.Replicas needs torchft 0.2, and this torchft has another interface, as its nightly "
+                "builds do: pip install 'megastrategy[replicas]', without torchft-nightly"
             )
         self._slot, self._lighthouse, self._host = slot, lighthouse, host
         self._heartbeat_s, self._skew_s, self._patience_s = heartbeat_s, skew_s, patience_s
