@@ -23,8 +23,9 @@ import json
 import logging
 import os
 import pickle
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
@@ -40,6 +41,9 @@ T = TypeVar("T")
 Inside = Callable[[Any], Any]
 """Returns the value of rank 0 of this replica. Collective over its ranks."""
 _log = logging.getLogger("megastrategy")
+
+_LAST_SAVED = {"_last_global_step_saved", "_last_checkpoint_saved"}
+"""Attributes of a ModelCheckpoint that are not in its state. By them it saves once a step."""
 
 
 class TrainerReplicas:
@@ -95,8 +99,13 @@ class TrainerReplicas:
     def saves(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
         """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
         if self._fit is not None:
-            self._fit.saved = str(path), "optimizer_states" not in checkpoint
+            self._fit.note_saved(str(path), is_weights_only="optimizer_states" not in checkpoint)
         return self.writes
+
+    def note_removed(self, path: str | os.PathLike[str]) -> None:
+        """Notes that a checkpoint is not wanted any more: a new leader does not write it."""
+        if self._fit is not None:
+            self._fit.saved.pop(str(path), None)
 
     @property
     def writes(self) -> bool:
@@ -127,11 +136,17 @@ class _Fit:
     """The replicas during one fit, from its setup on.
 
     Attributes:
-        saved: the path of the last checkpoint, and whether it has weights only.
+        saved: the paths of the last checkpoints, which all replicas saved between the same two meetings, and whether
+            they have weights only.
     """
 
     def __init__(self, replicas: Replicas, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
         self._replicas, self._trainer, self._place, self._inside = replicas, trainer, place, inside
+        if any(_is_a(one, "StochasticWeightAveraging") for one in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "replicas=: the callback StochasticWeightAveraging cannot be used, since a replica that comes back "
+                "cannot take over its schedule. Use WeightAveraging"
+            )
         if any(_is_a(callback, "LearningRateFinder") for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(
                 "replicas=: the callback LearningRateFinder cannot be used, since it trains before the fit, where "
@@ -139,7 +154,8 @@ class _Fit:
             )
         self._taken: dict[str, Any] | None = None  # the state with which this process came back
         self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = self._acts_alone = False
-        self.saved: tuple[str, bool] | None = None
+        self.saved: dict[str, bool] = {}
+        self._has_met_since = False  # the leader, since these were saved
         self._replaced = ReplacedMethods()
 
     # --- joining -----------------------------------------------------------------------------------------------------
@@ -177,6 +193,8 @@ class _Fit:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             for name, theirs in state["averages"].get(callback.state_key, {}).items():
                 getattr(callback, name).load_state_dict(theirs)
+        for callback, last_saved in zip(trainer.checkpoint_callbacks, state["last_saved"], strict=True):
+            vars(callback).update(last_saved)
         trainer.should_stop = state["should_stop"]  # it came back when the others had ended
         _log.info("replica %d goes on from the state of the others", self._replicas.slot)
 
@@ -189,6 +207,7 @@ class _Fit:
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
             "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},  # type: ignore[attr-defined]
             "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},  # type: ignore[attr-defined]
+            "last_saved": [_named(one, _LAST_SAVED) for one in trainer.checkpoint_callbacks],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "optimizer_states": [],  # with the weights
             "place": self._counters(),
@@ -227,9 +246,11 @@ class _Fit:
     def begin_batch(self) -> None:
         replicas = self._replicas
         replicas.epoch, replicas.batch, _ = self._counters()
+        meets = not replicas.is_in_window
         replicas.begin_batch()
         self._has_begun = True
-        self._write_for_the_last_leader()
+        if meets:
+            self._write_for_the_last_leader()
         if replicas.should_stop:
             self._trainer.should_stop = True
             raise StopIteration
@@ -290,6 +311,8 @@ class _Fit:
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the other replicas. One that failed writes nothing any more, if there are others that go on."""
         self._is_over = True
+        if isinstance(error, SystemExit) and not error.code:
+            error.code = 128 + signal.SIGTERM  # for 0, which is Lightning's, it would not be started again
         if isinstance(error, Exception) and len(self._replicas.members) > 1:  # neither SIGTERM nor Ctrl-C
             self._is_cut_off = True
         self._replicas.close()
@@ -343,16 +366,34 @@ class _Fit:
         finally:
             self._acts_alone = False
 
+    def note_saved(self, path: str, *, is_weights_only: bool) -> None:
+        if self._has_met_since:
+            self.saved, self._has_met_since = {}, False
+        self.saved[path] = is_weights_only
+
     def _write_for_the_last_leader(self) -> None:
-        """Writes the last checkpoint if the leader ended before it was complete. Collective over this replica's
+        """Writes the last checkpoints if the leader ended before they were complete. Collective over this replica's
         ranks."""
         leads_now, self._led = self.writes and not self._led, self.writes
-        if not leads_now or self.saved is None:
+        # A leader that came to a meeting has written them, or does so in the background.
+        had_met, self._has_met_since = self._has_met_since, True
+        if not leads_now:
             return
-        path, is_weights_only = self.saved
-        if not self._inside(_exists(path)):
-            _log.warning("the leader ended before %s was complete: replica %d writes it", path, self._replicas.slot)
-            self._trainer.save_checkpoint(path, is_weights_only)
+        saved = dict(self.saved)
+        for path, is_weights_only in saved.items():
+            # One of the same name may be an earlier one.
+            if not (had_met and self._inside(_exists(path))):
+                slot = self._replicas.slot
+                _log.warning("the leader ended before %s was complete: replica %d writes it", path, slot)
+                self._trainer.save_checkpoint(path, is_weights_only)
+        for one in self._trainer.checkpoint_callbacks:
+            last = getattr(one, "_last_checkpoint_saved", "")
+            if getattr(one, "save_last", None) == "link" and last in saved and not had_met:
+                one._link_checkpoint(self._trainer, last, one.last_model_path)  # type: ignore[attr-defined]
+
+
+def _named(callback: object, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(callback).items() if name in names}
 
 
 def _is_a(callback: object, name: str) -> bool:

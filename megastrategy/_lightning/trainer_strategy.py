@@ -533,6 +533,7 @@ class TrainerStrategy(_Base):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""
+        self._replicas.note_removed(filepath)
         self._directory_saver.run_after_save(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from torch import Tensor
@@ -98,6 +100,7 @@ def stopping(folder: Path) -> list[pl.Callback]:
         EarlyStopping("val_loss", patience=6, min_delta=0.02),
         ModelCheckpoint(folder / "saved", monitor="val_loss", save_top_k=2, save_last=True),
         WeightAveraging(),  # the module has the average after the fit
+        ModelCheckpoint(folder / "each", every_n_train_steps=1, save_top_k=1),  # not again after a microbatch
     ]
 
 
@@ -114,7 +117,8 @@ def test_loops_schedules_and_callbacks_of_one_that_comes_back_are_the_others(tmp
     assert {(0,), (0, 1)} <= set(steps.values())
     assert one["counters"][0] < case.num_epochs, "it was stopped early"
     saved = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert {Path(path).name for path in one["callbacks"][_key(one, "ModelCheckpoint")]["best_k_models"]} <= saved
+    best = one["callbacks"][_key(one, "ModelCheckpoint{'monitor': 'val")]["best_k_models"]
+    assert {Path(path).name for path in best} <= saved
     assert "last.ckpt" in saved
     assert len(saved) == 3
 
@@ -149,32 +153,68 @@ def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
 
 
 class EndingIO(_CheckpointIO):
-    """Ends replica 0, once, when a file is complete and has not got its name."""
+    """Ends replica 0, once, when its file number ``ends_at`` is complete and has not got its name."""
+
+    def __init__(self, ends_at: int) -> None:
+        super().__init__()
+        self.ends_at, self.num_files = ends_at, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if os.environ["REPLICA_GROUP_ID"] == "0" and not (mark := Path(path).parents[1] / "ended").exists():
+        self.num_files += 1
+        mark = Path(path).parents[1] / "ended"
+        if (os.environ["REPLICA_GROUP_ID"], self.num_files) == ("0", self.ends_at) and not mark.exists():
             mark.touch()
             os.replace = os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         super().save_checkpoint(checkpoint, path, storage_options)
         with (Path(path).parents[1] / "written").open("a") as file:
-            file.write(f"{checkpoint['global_step']}\n")
+            file.write(f"{Path(path).name} {checkpoint['global_step']}\n")
 
 
-def saving(folder: Path) -> list[pl.Callback]:
-    return [ModelCheckpoint(folder / "saved", every_n_train_steps=4, save_top_k=-1)]
+class LastOne(pl.Callback):
+    """Writes down the step of the last file, at the batches before which it has to be complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.global_step in (4, 8, 12):
+            step = torch.load(self.folder / "saved" / "last.ckpt", weights_only=False)["global_step"]
+            with (self.folder / "last-ones").open("a") as file:
+                file.write(f"{trainer.global_step} {step}\n")
+
+
+def saving(folder: Path, save_last: Any = None) -> list[pl.Callback]:
+    return [ModelCheckpoint(folder / "saved", every_n_train_steps=4, save_top_k=-1, save_last=save_last)]
+
+
+def saving_last(folder: Path) -> list[pl.Callback]:
+    return [*saving(folder, save_last=True), LastOne(folder)]
+
+
+def linking_last(folder: Path) -> list[pl.Callback]:
+    return [*saving(folder, save_last="link"), LastOne(folder)]
 
 
 @pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_the_next_leader_writes_the_file_that_the_last_one_left(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "callbacks", "ends_at"), [pytest.param(1, saving_last, 3, marks=pytest.mark.long), (2, linking_last, 2)])
+def test_the_next_leader_writes_the_files_that_the_last_one_left(
+    ranks: int, callbacks: Any, ends_at: int, tmp_path: Path
+) -> None:
+    """They are those of step 8: the last one is there, from step 4."""
     case = Case(ranks=ranks, num_epochs=2, num_batches=8)
-    found = run_with_kills(case, [], tmp_path, train=Fit(callbacks=saving, options={"plugins": [EndingIO()]}))
+    fit = Fit(callbacks=callbacks, options={"plugins": [EndingIO(ends_at)]})
+    found = run_with_kills(case, [], tmp_path, train=fit)
     assert (tmp_path / "ended").exists()
     for mine, theirs in zip(found[0], found[1], strict=True):
         assert_equal(mine, theirs)
-    saved = {torch.load(path, weights_only=False)["global_step"]: path for path in (tmp_path / "saved").glob("*.ckpt")}
+    files = (tmp_path / "saved").glob("epoch*.ckpt")
+    saved = {torch.load(path, weights_only=False)["global_step"]: path for path in files}
     assert sorted(saved) == [4, 8, 12, 16]
-    assert (tmp_path / "written").read_text().split() == ["4", "8", "12", "16"], "one replica wrote each"
+    written = (tmp_path / "written").read_text().splitlines()
+    assert len(set(written)) == len(written), "one replica wrote each"
+    last_ones = [line.split() for line in (tmp_path / "last-ones").read_text().splitlines()]
+    assert {step for step, _ in last_ones} == {"4", "8", "12"}
+    assert all(step == last for step, last in last_ones), last_ones
     assert {path.name for path in saved.values()} == {f"epoch={(n - 1) // 8}-step={n}.ckpt" for n in saved}
     for weight, expected in zip(found[0][0]["weights"], _fit_plainly(saved[16]).parameters(), strict=True):
         assert torch.equal(weight, expected), "a plain Trainer has nothing left to do with the last one"
@@ -289,7 +329,10 @@ def test_ranks_that_share_a_model_are_refused(option: str) -> None:
         MegatronDDPStrategy(replicas=replicas, **{option: 2})
 
 
-def test_a_learning_rate_finder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "callback", [LearningRateFinder, functools.partial(StochasticWeightAveraging, swa_lrs=0.1)]
+)
+def test_callbacks_that_cannot_be_used_are_refused(callback: Any, tmp_path: Path) -> None:
     replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -298,7 +341,7 @@ def test_a_learning_rate_finder_is_refused(tmp_path: Path) -> None:
         max_epochs=1,
         default_root_dir=tmp_path,
         logger=False,
-        callbacks=[LearningRateFinder()],
+        callbacks=[one := callback()],
     )
-    with pytest.raises(ValueError, match="replicas=: the callback LearningRateFinder cannot be used"):
+    with pytest.raises(ValueError, match=rf"replicas=: the callback {type(one).__name__} cannot be used"):
         trainer.fit(Module(Case(), 0, 0))

@@ -269,6 +269,11 @@ class Replicas:
             self._load_registered()
             self.is_adopted = False
 
+    @property
+    def is_in_window(self) -> bool:
+        """Whether a batch has begun whose step is still to come: then :meth:`begin_batch` meets no others."""
+        return self._phase == "open"
+
     def check_window(self) -> None:
         """Comes before the first gradient of a backward. Raises ValueError outside of a window."""
         if self._phase != "open" or self.is_adopted:
