@@ -196,7 +196,10 @@ def linking_last(folder: Path) -> list[pl.Callback]:
 
 
 @pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
-@pytest.mark.parametrize(("ranks", "callbacks", "ends_at"), [pytest.param(1, saving_last, 3, marks=pytest.mark.long), (2, linking_last, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "callbacks", "ends_at"),
+    [pytest.param(1, saving_last, 3, marks=pytest.mark.long), (2, linking_last, 2)],
+)
 def test_the_next_leader_writes_the_files_that_the_last_one_left(
     ranks: int, callbacks: Any, ends_at: int, tmp_path: Path
 ) -> None:
@@ -329,9 +332,7 @@ def test_ranks_that_share_a_model_are_refused(option: str) -> None:
         MegatronDDPStrategy(replicas=replicas, **{option: 2})
 
 
-@pytest.mark.parametrize(
-    "callback", [LearningRateFinder, functools.partial(StochasticWeightAveraging, swa_lrs=0.1)]
-)
+@pytest.mark.parametrize("callback", [LearningRateFinder, functools.partial(StochasticWeightAveraging, swa_lrs=0.1)])
 def test_callbacks_that_cannot_be_used_are_refused(callback: Any, tmp_path: Path) -> None:
     replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
     trainer = pl.Trainer(

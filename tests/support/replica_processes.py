@@ -138,9 +138,8 @@ def run_with_kills(
                 results = [(folder / f"{replica.slot}-{rank}.pt").exists() for rank in range(case.ranks)]
                 if all(code == 0 for code in codes) and all(results):
                     replica.is_done = True
-                elif all(code == 0 for code in codes):
-                    raise AssertionError("a launcher takes 0 for a complete training, and ends the other replicas")
-                elif any(code for code in codes):
+                elif any(code for code in codes) or all(code == 0 for code in codes):
+                    assert any(codes), "a launcher takes 0 for a complete training, and ends the other replicas"
                     for process in replica.processes:
                         process.join(SOON_S)
                         assert process.exitcode is not None, "a rank did not notice that another of its replica ended"
