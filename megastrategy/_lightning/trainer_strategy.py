@@ -550,11 +550,10 @@ class TrainerStrategy(_Base):
             CheckpointError: if the file is not a Trainer's.
         """
         self._directory_saver.wait()
+        self._loaded_from = str(checkpoint_path)
         if (path := existing_directory(checkpoint_path)) is not None:
-            self._loaded_from = str(checkpoint_path)
             return self._data_place.load(load_trainer_directory(path, self.lightning_module, weights_only))
         checkpoint = unmapped(super().load_checkpoint(checkpoint_path, weights_only), checkpoint_path)
-        self._loaded_from = str(checkpoint_path)
         return self._data_place.load(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
