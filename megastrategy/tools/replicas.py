@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from .._replicas import check_timeouts, describe_timeouts, has_met, start_lighthouse
 
@@ -18,7 +19,8 @@ _POLL_S = 0.1
 _END_S = 30.0
 """Seconds that replicas get to end after SIGTERM, in which a script may save."""
 _EARLY_S, _NUM_EARLY = 20.0, 3
-"""A script that fails in all replicas within so many seconds, so many times in a row, is not started again."""
+"""A script that fails in all replicas within so many seconds, or before they have met, so many times in a row, is not
+started again."""
 _LAUNCH = """
 import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,9 +56,9 @@ class _Slot:
     def has_finished(self) -> bool:
         return self.process.poll() == 0
 
-    @property
-    def fails_early(self) -> bool:
-        return self.num_early >= _NUM_EARLY and time.monotonic() - self.started_at < _EARLY_S
+    def is_early(self, lighthouse: Any) -> bool:
+        """Whether it has begun just now, or no replica has begun to train."""
+        return time.monotonic() - self.started_at < _EARLY_S or not has_met(lighthouse)
 
 
 def run_replicas(
@@ -105,7 +107,7 @@ def run_replicas(
                     # Those that trained with it end now, too. One that was about to come back would begin anew, alone.
                     ends_at = min(ends_at, time.monotonic() + skew_s)
                 for slot in (slot for slot in slots if slot.has_failed and slot.restarts_left):
-                    _restart(slot, slots, start, log)
+                    _restart(slot, slots, start, lighthouse, log)
         if of > 1 and any(slot.has_finished for slot in slots) and not has_met(lighthouse):
             log(
                 f"{target} ended without a meeting of replicas: each trained by itself. Does it pass "
@@ -122,18 +124,22 @@ def run_replicas(
 
 
 def _restart(
-    slot: _Slot, slots: Sequence[_Slot], start: Callable[[int], subprocess.Popen[bytes]], log: Callable[[str], None]
+    slot: _Slot,
+    slots: Sequence[_Slot],
+    start: Callable[[int], subprocess.Popen[bytes]],
+    lighthouse: Any,
+    log: Callable[[str], None],
 ) -> None:
     what = f"replica {slot.number} ended with exit code {slot.process.returncode}"
     if any(other.has_finished for other in slots):
         log(f"{what}; another one has come to the end, so it is not started again")
         slot.restarts_left = 0
         return
-    slot.num_early = slot.num_early + 1 if time.monotonic() - slot.started_at < _EARLY_S else 0
-    if all(other.fails_early for other in slots):
+    slot.num_early = slot.num_early + 1 if slot.is_early(lighthouse) else 0
+    if all(other.num_early >= _NUM_EARLY and other.is_early(lighthouse) for other in slots):
         for other in slots:
             other.restarts_left = 0
-        log(f"{what}; all have failed {_NUM_EARLY} times within {_EARLY_S:g} s, so none is started again")
+        log(f"{what}; all have failed {_NUM_EARLY} times at their starts, so none is started again")
         return
     slot.restarts_left -= 1
     log(f"{what}; it is started again ({slot.restarts_left} restarts left)")

@@ -42,7 +42,8 @@ print(json.dumps(found))
 
 @pytest.mark.fresh
 def test_each_example_finds_the_clone(tmp_path: Path) -> None:
-    paths = [str(path) for path in sorted(EXAMPLES.glob("*.py")) if path.name != "transformers_trainer.py"]
+    left_out = ("transformers_trainer.py", "replicas_picture.py")  # the second needs no package
+    paths = [str(path) for path in sorted(EXAMPLES.glob("*.py")) if path.name not in left_out]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # it would import the package before
     done = subprocess.run(

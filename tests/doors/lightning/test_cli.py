@@ -235,9 +235,8 @@ def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
     elsewhere = {"ddp_comm_state", "model_averaging_period", "kwargs", *TORCH_DDP_ARGUMENTS}  # refused, or behind ours
     # under the names that FSDPStrategy and ModelParallelStrategy have for them
     own: dict[str, Any] = {"state_dict_type": "full", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    own |= {"stage_order": None, "context_parallel_size": 1, "expert_parallel_size": 1, "replicas": None}
-    if "fabric" in door:
-        own["parallelize_fn"] = None
+    own |= {"stage_order": None, "context_parallel_size": 1, "expert_parallel_size": 1}
+    own |= {"parallelize_fn": None, "replicas": None} if "fabric" in door else {"replicas": None}
     assert list(ours) == [name for name in theirs if name not in elsewhere] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
     expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
     assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
