@@ -19,7 +19,7 @@ import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._replicas import TorchftLink, check_timeouts, describe_timeouts
 from megastrategy.core import SingleRankCollectives, make_collectives
-from megastrategy.errors import CollectiveError
+from megastrategy.errors import CollectiveError, LayoutMismatchError
 from tests.support.ranks import run_ranks
 from tests.support.replicas import Case, lighthouse, prepare
 
@@ -127,6 +127,22 @@ def test_a_second_model_and_parameters_of_no_model_are_refused() -> None:
     other = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="not the wrapped model's"):
         DistributedOptimizer(torch.optim.SGD([*run.module.parameters(), other], lr=0.1), run.model)
+
+
+def test_groups_of_parameters_that_were_added_by_others_are_refused() -> None:
+    run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
+    across = run.model.engine.reducer.across
+    assert across is not None
+    [groups] = across.model.groups()
+    with pytest.raises(LayoutMismatchError, match=r"has 1 groups of parameters, and that of the replicas .* 2"):
+        across.model.load_groups([[*groups, *groups]])
+
+
+def test_replicas_that_were_left_train_no_other_model() -> None:
+    run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
+    run.replicas.close()
+    with pytest.raises(ValueError, match="were left: make new ones"):
+        DistributedDataParallel(nn.Linear(2, 2), collectives=SingleRankCollectives(), replicas=run.replicas)
 
 
 def test_a_name_is_registered_once_and_a_batch_needs_a_model() -> None:

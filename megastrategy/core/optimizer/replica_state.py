@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import OptimizerNotShardableError
+from ..errors import LayoutMismatchError, OptimizerNotShardableError
 from ..shards import ParamShard
 from ..trials import is_per_element
 from .shard_set import ShardSet
@@ -99,8 +99,19 @@ class OptimizerState:
         ]
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Replaces the hyper-parameters."""
-        for group, theirs in zip(self._present.inner.param_groups, groups, strict=True):
+        """Replaces the hyper-parameters.
+
+        Raises:
+            LayoutMismatchError: if there are other groups.
+        """
+        own = self._present.inner.param_groups
+        if len(own) != len(groups):
+            raise LayoutMismatchError(
+                f"this replica's {type(self._present.inner).__name__} has {len(own)} groups of parameters, and that of "
+                f"the replicas that it comes back to {len(groups)}: groups that are added during a run cannot be taken "
+                "over. Build all of them at the start"
+            )
+        for group, theirs in zip(own, groups, strict=True):
             group.update(theirs)
 
     def numbers(self) -> str:

@@ -236,6 +236,8 @@ class Replicas:
 
     def attach(self, model: ReplicaModel) -> None:
         """Sets the model whose gradients are averaged over the replicas."""
+        if self._phase == "closed":
+            raise ValueError("these replicas were left: make new ones for another training")
         if self._model is not None:
             raise ValueError(
                 "replicas=: these replicas have a model already, and one model is supported: wrap one module that "
