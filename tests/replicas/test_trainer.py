@@ -344,5 +344,8 @@ def test_callbacks_that_cannot_be_used_are_refused(callback: Any, tmp_path: Path
         logger=False,
         callbacks=[one := callback()],
     )
-    with pytest.raises(ValueError, match=rf"replicas=: the callback {type(one).__name__} cannot be used"):
-        trainer.fit(Module(Case(), 0, 0))
+    try:
+        with pytest.raises(ValueError, match=rf"replicas=: the callback {type(one).__name__} cannot be used"):
+            trainer.fit(Module(Case(), 0, 0))
+    finally:
+        torch.distributed.destroy_process_group()  # other tests of this process begin without one
