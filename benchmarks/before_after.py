@@ -20,9 +20,8 @@ import click
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional
 
-from .cases import CASES
+from .cases import CASES, next_token_loss
 from .in_turns import time_in_turns
 from .processes import Rank, loopback_places, run_ranks
 
@@ -60,7 +59,7 @@ def _engine(core: Any, case: Any) -> Callable[[Tensor], Tensor]:
 
     def step(batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = next_token_loss(model, batch)
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -99,6 +99,11 @@ def gpt(vocabulary: int, context: int, width: int, depth: int, **options: bool) 
     return LanguageModel(vocabulary, context, width, blocks, is_gpt=True, **options)
 
 
+def next_token_loss(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
+    """Returns the mean loss of a language model; ``windows``: tokens, (sequences, length + 1), int64."""
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
 def _gpt_14m() -> LanguageModel:
     return gpt(vocabulary=256, context=128, width=384, depth=8)
 

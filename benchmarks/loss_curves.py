@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import megastrategy
 
-from .cases import gpt
+from .cases import gpt, next_token_loss
 from .processes import Rank, loopback_places, run_ranks
 
 BASELINE, DISTURBED = "ddp", "ddp, weights rounded to bf16 at the start"
@@ -56,14 +55,8 @@ class Curve:
         return sum(last) / len(last)
 
 
-def _loss(model: nn.Module, windows: Tensor) -> Tensor:
-    tokens = windows.long()
-    logits: Tensor = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def _windows(text: Tensor, starts: Tensor) -> Tensor:
-    return torch.stack([text[start : start + _CONTEXT + 1] for start in starts.tolist()])
+    return torch.stack([text[start : start + _CONTEXT + 1] for start in starts.tolist()]).long()
 
 
 def _wrap(name: str, module: nn.Module) -> tuple[nn.Module, Any]:
@@ -91,7 +84,7 @@ def train(rank: Rank, name: str, seed: int, steps: int) -> Curve:
     for step in range(steps):
         starts = torch.randint(len(trained_on) - _CONTEXT, (rank.size, _BATCH), generator=places)[rank.number]
         optimizer.zero_grad()
-        loss = _loss(model, _windows(trained_on, starts))
+        loss = next_token_loss(model, _windows(trained_on, starts))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -101,7 +94,7 @@ def train(rank: Rank, name: str, seed: int, steps: int) -> Curve:
     torch.distributed.all_reduce(training)
     with torch.no_grad():
         every = torch.arange(0, len(held_out) - _CONTEXT, _CONTEXT)
-        parts = [_loss(module, _windows(held_out, part)).item() * len(part) for part in every.split(64)]
+        parts = [next_token_loss(module, _windows(held_out, part)).item() * len(part) for part in every.split(64)]
     return Curve((training / rank.size).tolist(), sum(parts) / len(every))
 
 

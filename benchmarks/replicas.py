@@ -30,14 +30,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
 from megastrategy._replicas import start_lighthouse
 from megastrategy.core import Collectives, SingleRankCollectives
 
-from .cases import gpt
+from .cases import gpt, next_token_loss
 from .in_turns import Step, time_in_turns
 from .processes import Rank, loopback_places, run_ranks
 from .results import Spread
@@ -121,7 +120,7 @@ def _trained(case: Case, collectives: Collectives | None, replicas: Replicas | N
         if replicas is not None:
             replicas.begin_batch()
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = next_token_loss(model, batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -230,7 +229,7 @@ def _replica(case: Case, slot: int, lighthouse: str, is_killed: bool, connection
         list(module.parameters())[len(list(module.parameters())) // 2].register_hook(maybe_die)
     for batch in replicas.batches(_endless(case.batches(slot, 8))):
         optimizer.zero_grad()
-        functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        next_token_loss(model, batch).backward()
         optimizer.step()
         num_together += len(replicas.members) == 2
         connection.send(("stepped", (time.monotonic(), replicas.members)))

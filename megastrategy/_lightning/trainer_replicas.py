@@ -33,6 +33,7 @@ from torch.nn import Module
 from ..core import CollectiveError, ReplicaMismatchError, Replicas
 from .replaced_methods import ReplacedMethods
 from .resumable_data import DataPlace
+from .weight_averages import is_a
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,6 +45,13 @@ _log = logging.getLogger("megastrategy")
 
 _LAST_SAVED = {"_last_global_step_saved", "_last_checkpoint_saved"}
 """Attributes of a ModelCheckpoint that are not in its state. By them it saves once a step."""
+_REFUSED = {
+    "StochasticWeightAveraging": "a replica that comes back cannot take over its schedule. Use WeightAveraging",
+    "LearningRateFinder": (
+        "it trains before the fit, where replicas do not meet. Find the learning rate in a run without replicas"
+    ),
+}
+"""Callbacks of Lightning, with the reason and the way out."""
 
 
 class TrainerReplicas:
@@ -142,16 +150,9 @@ class _Fit:
 
     def __init__(self, replicas: Replicas, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
         self._replicas, self._trainer, self._place, self._inside = replicas, trainer, place, inside
-        if any(_is_a(one, "StochasticWeightAveraging") for one in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "replicas=: the callback StochasticWeightAveraging cannot be used, since a replica that comes back "
-                "cannot take over its schedule. Use WeightAveraging"
-            )
-        if any(_is_a(callback, "LearningRateFinder") for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "replicas=: the callback LearningRateFinder cannot be used, since it trains before the fit, where "
-                "replicas do not meet. Find the learning rate in a run without replicas"
-            )
+        for name, reason in _REFUSED.items():
+            if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                raise ValueError(f"replicas=: the callback {name} cannot be used, since {reason}")
         self._taken: dict[str, Any] | None = None  # the state with which this process came back
         self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = self._acts_alone = False
         self.saved: dict[str, bool] = {}
@@ -394,11 +395,6 @@ class _Fit:
 
 def _named(callback: object, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(callback).items() if name in names}
-
-
-def _is_a(callback: object, name: str) -> bool:
-    """Whether the callback is of Lightning's class, which each of two packages has."""
-    return any(base.__name__ == name for base in type(callback).__mro__)
 
 
 def _folder(callback: object) -> str | None:

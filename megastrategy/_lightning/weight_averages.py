@@ -27,7 +27,7 @@ class FullAverages:
     """
 
     def __init__(self, callbacks: Iterable[Any], module: Module) -> None:
-        self._callbacks = [each for each in callbacks if _is_a(each, _CALLBACK)]
+        self._callbacks = [each for each in callbacks if is_a(each, _CALLBACK)]
         names = [name for name, _ in module.named_parameters()]
         for callback in self._callbacks:
             copied = dict(callback._average_model.named_parameters())
@@ -60,10 +60,10 @@ class _Parameters:
 
 def averages_weights(callback: Any) -> bool:
     """Whether a callback averages weights, of either of Lightning's classes."""
-    return _is_a(callback, "WeightAveraging") or _is_a(callback, _CALLBACK)
+    return is_a(callback, "WeightAveraging") or is_a(callback, _CALLBACK)
 
 
-def _is_a(callback: Any, name: str) -> bool:
+def is_a(callback: Any, name: str) -> bool:
     """Whether a callback is of Lightning's class of that name, in either of its packages."""
     return any(kind.__name__ == name for kind in type(callback).__mro__)
 

@@ -46,8 +46,9 @@ def test_a_script_of_the_page_trains_in_two_replicas(text: str, ranks: int, done
     (tmp_path / "train.py").write_text(block(text))
     ended = start("--of", "2", "--ranks", str(ranks), *FAST, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    expected = sorted(f"replica {slot}: {done}" for slot in range(2) for _ in range(ranks))
-    assert sorted(re.findall(r"replica \d: .*", ended.stdout)) == expected
+    # torchrun's processes write a line and its end separately, so that lines of two may run together
+    said = re.findall(rf"replica (\d): {done}", ended.stdout)
+    assert sorted(said) == sorted([*"01"] * ranks), ended.stdout
     assert ended.stderr.startswith("time-outs: a replica that is silent for 2 s is taken for dead")
 
 
@@ -59,7 +60,7 @@ def test_the_example_kills_a_process_which_comes_back(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "replica 1 ended with exit code 1; it is started again" in done.stderr
     assert "replicas (0,)" in done.stdout
-    last = re.findall(r"step (\d+): .* replicas (\(.*\))", done.stdout)[-1]
+    last = re.findall(r"step (\d+): loss [\d.]+, replicas (\([\d, ]+\))", done.stdout)[-1]
     assert last == ("1160", "(0, 1)")
     one, other = ((tmp_path / "runs" / "replicas" / f"weights-{slot}").read_text() for slot in (0, 1))
     assert one == other

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from megastrategy import Replicas
 from megastrategy.data import ResumableSampler
 from megastrategy.fabric import MegatronDDPStrategy
+from megastrategy.lightning import MegatronDDPStrategy as TrainerStrategy
 from megastrategy.tools.conversion import consolidate
 from tests.support.patience import HANG_S
 from tests.support.processes import run_processes
-from tests.support.replica_loops import FabricLoop, SampledCase, set_environment_of_torchrun
-from tests.support.replica_processes import Kill, logged_steps, run_with_kills
-from tests.support.replicas import OPTIMIZERS, assert_equal, lighthouse, members_by_step, replay
+from tests.support.replica_loops import FabricLoop, SampledCase, run_with_a_kill, set_environment_of_torchrun
+from tests.support.replica_processes import Kill
+from tests.support.replicas import OPTIMIZERS, lighthouse
 
 CASES: dict[str, tuple[SampledCase, FabricLoop, Kill, dict[str, Any]]] = {
     "two ranks": (SampledCase(ranks=2, num_batches=6), FabricLoop(), Kill(1, 1, "after sum 0"), {}),
@@ -52,15 +53,7 @@ CASES: dict[str, tuple[SampledCase, FabricLoop, Kill, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_replica_is_killed_and_comes_back(name: str, tmp_path: Path) -> None:
     case, loop, kill, replayed = CASES[name]
-    found = run_with_kills(case, [kill], tmp_path, train=loop)
-    for mine, theirs in zip(*found, strict=True):
-        assert_equal(mine, theirs)
-    steps = members_by_step(logged_steps(tmp_path))
-    assert sorted(steps) == case.ends()
-    assert (1 - kill.slot,) in steps.values(), "the other one went on alone"
-    assert steps[case.ends()[-1]] == (0, 1), "it came back"
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps, **replayed), strict=True):
-        assert torch.equal(weight, expected)
+    found = run_with_a_kill(case, loop, kill, tmp_path, **replayed)
     saved = sorted(path.stem for path in tmp_path.glob("*.ckpt"))
     assert [name[0] for name in saved] == [str(epoch) for epoch in range(case.num_epochs)], "one replica each time"
     check_loads(case, tmp_path / f"{saved[-1]}.ckpt", found[0][0]["weights"])
@@ -146,10 +139,11 @@ def test_the_strategys_timeout_has_to_be_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"]
 )
-def test_ranks_that_share_a_model_are_refused(option: str) -> None:
+@pytest.mark.parametrize("strategy", [MegatronDDPStrategy, TrainerStrategy], ids=("Fabric", "Trainer"))
+def test_ranks_that_share_a_model_are_refused(strategy: Any, option: str) -> None:
     replicas = Replicas(of=1, slot=0, lighthouse="http://localhost:1")
     with pytest.raises(ValueError, match=f"replicas= and {option}=2 are not supported together"):
-        MegatronDDPStrategy(replicas=replicas, **{option: 2})
+        strategy(replicas=replicas, **{option: 2})
 
 
 def _in_one_process() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
+from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills, train_plainly
 from tests.support.replicas import Case, Hook, Run, assert_equal, members_by_step, prepare, replay
 
 from .test_kills import POINTS
@@ -138,20 +138,11 @@ def test_a_group_is_dropped_while_others_send_100_mb_into_it(tmp_path: Path) -> 
 
 
 def train_and_keep_the_error(place: Place, hook: Hook) -> Any:
-    run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
-    with place.log() as log:
-
-        def on_step(run: Run) -> None:
-            log(run.steps[-1])
-            hook("after step")
-            place.wait_for_others(run.replicas)
-
-        try:
-            run.train(on_step)
-        except Exception as error:
-            (place.folder / f"{place.slot}-{place.life}.error").write_text(f"{type(error).__name__}: {error}")
-            raise
-    return run.outcome()
+    try:
+        return train_plainly(place, hook)
+    except Exception as error:
+        (place.folder / f"{place.slot}-{place.life}.error").write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
 @pytest.mark.long

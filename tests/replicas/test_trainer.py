@@ -323,15 +323,6 @@ def test_each_replica_has_its_own_samples_and_logs(kind: type[Sampling], tmp_pat
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"]
-)
-def test_ranks_that_share_a_model_are_refused(option: str) -> None:
-    replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")
-    with pytest.raises(ValueError, match=f"replicas= and {option}=2 are not supported together"):
-        MegatronDDPStrategy(replicas=replicas, **{option: 2})
-
-
 @pytest.mark.parametrize("callback", [LearningRateFinder, functools.partial(StochasticWeightAveraging, swa_lrs=0.1)])
 def test_callbacks_that_cannot_be_used_are_refused(callback: Any, tmp_path: Path) -> None:
     replicas = Replicas(of=2, slot=0, lighthouse="http://localhost:1")

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from megastrategy.core import Replicas
 
-from .replica_processes import Place
-from .replicas import OPTIMIZERS, PATIENCE_S, Case, Hook, HookedLink, Run, loss_of
+from .replica_processes import Kill, Place, Train, logged_steps, run_with_kills
+from .replicas import (
+    OPTIMIZERS,
+    PATIENCE_S,
+    Case,
+    Hook,
+    HookedLink,
+    Run,
+    assert_equal,
+    loss_of,
+    members_by_step,
+    replay,
+)
 
 BATCH_SIZE, SEED = 6, 11
 
@@ -57,12 +69,31 @@ def set_environment_of_torchrun(rank: int, num_ranks: int) -> None:
 
 def replicas_at(place: Place, hook: Hook) -> Replicas:
     """Prepares a process, whose process group is there already."""
-    for name in ("lightning.fabric", "accelerate"):
+    for name in ("lightning.pytorch", "lightning.fabric", "accelerate"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     set_environment_of_torchrun(place.rank, place.case.ranks)
     link = HookedLink(place.slot, place.address, hook, place.skew_s, PATIENCE_S)
     return Replicas(link, of=place.case.of, slot=place.slot, patience_s=PATIENCE_S)
+
+
+def run_with_a_kill(
+    case: SampledCase, loop: Train, kill: Kill, folder: Path, **replayed: Any
+) -> list[list[dict[str, Any]]]:
+    """The outcomes of a loop in which a process is killed, after the checks that hold in every door.
+
+    ``replayed``: of :func:`~.replicas.replay`.
+    """
+    found = run_with_kills(case, [kill], folder, train=loop)
+    for mine, theirs in zip(*found, strict=True):
+        assert_equal(mine, theirs)
+    steps = members_by_step(logged_steps(folder))
+    assert sorted(steps) == case.ends()
+    assert (1 - kill.slot,) in steps.values(), "the other one went on alone"
+    assert steps[case.ends()[-1]] == (0, 1), "it came back"
+    for weight, expected in zip(found[0][0]["weights"], replay(case, steps, **replayed), strict=True):
+        assert torch.equal(weight, expected)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

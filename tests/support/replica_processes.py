@@ -118,7 +118,11 @@ def run_with_kills(
             replica.processes = [
                 context.Process(
                     target=_rank,
-                    args=(Place(case, replica.slot, rank, replica.life, address, folder, skew_s), own, train or _plain),
+                    args=(
+                        Place(case, replica.slot, rank, replica.life, address, folder, skew_s),
+                        own,
+                        train or train_plainly,
+                    ),
                     daemon=True,
                 )
                 for rank in range(case.ranks)
@@ -189,7 +193,7 @@ def _rank(place: Place, kills: Sequence[Kill], train: Train) -> None:
     dist.destroy_process_group()
 
 
-def _plain(place: Place, hook: Hook) -> Any:
+def train_plainly(place: Place, hook: Hook) -> Any:
     run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
     with place.log() as log:
 

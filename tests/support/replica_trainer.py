@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import multiprocessing
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ from torch.utils.data import DataLoader
 from megastrategy.core import DistributedOptimizer, Replicas
 from megastrategy.lightning import MegatronDDPStrategy
 
+from .replica_loops import replicas_at
 from .replica_processes import Place
-from .replicas import OPTIMIZERS, PATIENCE_S, Case, Hook, HookedLink, loss_of, outcome_of
+from .replicas import OPTIMIZERS, Case, Hook, loss_of, outcome_of
 
 
 class EpochOnly:
@@ -136,25 +135,9 @@ class Fit:
     """Whether a replica waits for those that are gone, after its step."""
 
     def __call__(self, place: Place, hook: Hook) -> Any:
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", module="lightning")
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # for loaders' workers
-        case = place.case
-        # As torchrun sets them; the process group is there already.
-        os.environ |= {
-            "TORCHELASTIC_RUN_ID": "none",
-            "RANK": str(place.rank),
-            "LOCAL_RANK": str(place.rank),
-            "WORLD_SIZE": str(case.ranks),
-            "LOCAL_WORLD_SIZE": str(case.ranks),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
-            "REPLICA_GROUP_ID": str(place.slot),
-        }
-        link = HookedLink(place.slot, place.address, hook, place.skew_s, PATIENCE_S)
-        replicas = Replicas(link, of=case.of, slot=place.slot, patience_s=PATIENCE_S)
+        case, replicas = place.case, replicas_at(place, hook)
+        os.environ["REPLICA_GROUP_ID"] = str(place.slot)
         module = self.module(case, place.slot, place.rank)
         module.folder = place.folder
         with place.log() as write:
