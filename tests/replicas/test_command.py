@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import subprocess
@@ -37,8 +38,8 @@ def block(text: str) -> str:
     [
         ("init_process_group", 1, "20 steps"),
         ("pl.Trainer(", 2, "20 steps"),
-        ("fabric.launch", 2, "2 epochs"),
-        ("Accelerator(", 2, "2 epochs"),
+        pytest.param("fabric.launch", 2, "2 epochs", marks=pytest.mark.long),
+        pytest.param("Accelerator(", 2, "2 epochs", marks=pytest.mark.long),
     ],
     ids=("plain loop", "Lightning", "Fabric", "Accelerate"),
 )
@@ -79,6 +80,7 @@ def test_a_script_that_always_fails_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_a_script_that_fails_at_once_in_all_replicas_is_not_started_again_and_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     done = start("--of", "2", *FAST, "train.py", cwd=tmp_path)
@@ -88,6 +90,7 @@ def test_a_script_that_fails_at_once_in_all_replicas_is_not_started_again_and_ag
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_one_that_fails_beside_another_does_not_end_the_other(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, pathlib, sys, time\n"
@@ -101,14 +104,16 @@ def test_one_that_fails_beside_another_does_not_end_the_other(tmp_path: Path) ->
     assert "ended without a meeting of replicas: each trained by itself" in done.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 @pytest.mark.fresh
 def test_a_signal_ends_all_processes_with_one_line(signum: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, pathlib, time\npathlib.Path(f'pid-{os.getpid()}').touch()\ntime.sleep(1000)\n"
     )
     command = [sys.executable, "-m", "megastrategy", "replicas", "--of", "2", "--ranks", "2", *FAST, "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    # A process that a shell started in the background ignores Ctrl-C, and so do its children.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
         deadline = time.monotonic() + HANG_S
         while len(list(tmp_path.glob("pid-*"))) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)

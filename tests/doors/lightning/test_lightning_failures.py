@@ -6,7 +6,7 @@ The limit of each job is far below the process group's timeout (half an hour), s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ from ..rank_processes import Failure, Ranks, assert_failed
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def left_ranks(ranks: Ranks) -> Iterator[Ranks]:
+    """Processes that no other test gets: on one, more collectives may have begun, after which they refuse a fit."""
+    yield ranks
+    ranks.close()
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
@@ -48,9 +55,9 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     assert waiting.seconds < 30
 
 
-def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(left_ranks: Ranks, tmp_path: Path) -> None:
     """The others give up waiting for it, and the shards of all ranks are those of the same step."""
-    ranks.run(fit_saving_alone, tmp_path / "run")
+    left_ranks.run(fit_saving_alone, tmp_path / "run")
     assert_whole(tmp_path / "run", BATCH)
 
 
@@ -69,10 +76,10 @@ class RaisesInValidation(AwkwardModule):
 
 
 def test_a_checkpoint_on_exception_in_validation_is_whole_when_one_rank_alone_raises(
-    ranks: Ranks, tmp_path: Path
+    left_ranks: Ranks, tmp_path: Path
 ) -> None:
     """ModelCheckpoint first asks for all metrics, and the ranks have different ones left to reduce."""
-    first, second = ranks.run(fit_saving_in_validation, tmp_path / "run")
+    first, second = left_ranks.run(fit_saving_in_validation, tmp_path / "run")
     assert second == "rank 1"
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
     assert_whole(tmp_path / "run", BATCHES_PER_EPOCH)
@@ -96,8 +103,8 @@ class RaisesInTheFinder(AwkwardModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_cause_is_told_where_a_rank_cleans_up_behind_it(ranks: Ranks, tmp_path: Path) -> None:
-    first, _ = ranks.run(fit_finding_a_rate, tmp_path)
+def test_the_cause_is_told_where_a_rank_cleans_up_behind_it(left_ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = left_ranks.run(fit_finding_a_rate, tmp_path)
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
 
 
