@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from .support.tiers import mark_long, part
 FOLDER = Path(__file__).parent
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the server: forks of a process with OpenMP's threads would hang
 multiprocessing.set_forkserver_preload(["tests.doors.fits", "tests.support.preloaded"])
 
 

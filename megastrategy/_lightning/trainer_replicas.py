@@ -192,6 +192,9 @@ class _Fit:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+            if is_a(callback, "BaseFinetuning"):
+                # Otherwise it would build the groups anew, with the learning rates they had when they were added.
+                callback._restarting = False
             for name, theirs in state["averages"].get(callback.state_key, {}).items():
                 getattr(callback, name).load_state_dict(theirs)
         for callback, last_saved in zip(trainer.checkpoint_callbacks, state["last_saved"], strict=True):

@@ -46,7 +46,6 @@ from .optimizer import (
     ShardedOptimizer,
     StateOfCopy,
     as_listed,
-    check_main_params,
     check_optimizer,
     forwarding_members,
     gather_from,
@@ -387,19 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             plain.add_param_group(param_group)
             return
-        impl = self._impl
-        # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
-        impl.inner.add_param_group(param_group)
-        try:
-            impl.shard_set.extra_params.find()
-            check_main_params(impl.inner, impl.engine)
-            if (reason := impl.try_options()) is not None:
-                raise not_shardable(impl.inner, impl.engine, reason)
-        except ValueError:
-            impl.inner.param_groups.pop()
-            raise
-        impl.engine.include_trainable()
-        impl.shard_set.add_new_params()
+        self._impl.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.

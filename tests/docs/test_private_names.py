@@ -84,6 +84,7 @@ LIVES_IN = {
     "lightning.pytorch.strategies.strategy": "_lightning_module",
     "lightning.pytorch.strategies.ddp": "_start_method",
     "lightning.pytorch.callbacks.model_checkpoint": "_last_checkpoint_saved _last_global_step_saved _link_checkpoint",
+    "lightning.pytorch.callbacks.finetuning": "_restarting",
     "lightning.pytorch.callbacks.stochastic_weight_avg": "_average_model",
     "lightning.pytorch.core.optimizer": "_MockOptimizer _optimizer",
     "pytorch_lightning.core.optimizer": "_MockOptimizer",

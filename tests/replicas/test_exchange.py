@@ -381,7 +381,7 @@ def test_microbatches_are_one_window() -> None:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("twice", "one backward a batch"), ("kept", "zero_grad"), ("unsynchronised", "no_sync")],
+    [("twice", "each step has one synchronised backward"), ("kept", "zero_grad"), ("unsynchronised", "no_sync")],
 )
 def test_uses_that_replicas_do_not_allow_are_refused(what: str, message: str) -> None:
     case = Case(of=1, num_epochs=1, num_batches=2)

@@ -129,13 +129,16 @@ def test_a_second_model_and_parameters_of_no_model_are_refused() -> None:
         DistributedOptimizer(torch.optim.SGD([*run.module.parameters(), other], lr=0.1), run.model)
 
 
-def test_groups_of_parameters_that_were_added_by_others_are_refused() -> None:
+def test_other_groups_of_parameters_are_refused() -> None:
     run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
     across = run.model.engine.reducer.across
     assert across is not None
-    [groups] = across.model.groups()
-    with pytest.raises(LayoutMismatchError, match=r"has 1 groups of parameters, and that of the replicas .* 2"):
-        across.model.load_groups([[*groups, *groups]])
+    theirs = across.model.groups()
+    [[group]] = theirs["optimizers"]
+    first, *others = group["params"]
+    for groups in ([{**group, "params": [first]}, {**group, "params": others}], []):
+        with pytest.raises(LayoutMismatchError, match="Adam has other groups of parameters"):
+            across.model.load_groups({**theirs, "optimizers": [groups]})
 
 
 def test_replicas_that_were_left_train_no_other_model() -> None:

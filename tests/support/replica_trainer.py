@@ -85,10 +85,9 @@ class Log(pl.Callback):
         self._num_steps = 0
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        [optimizer] = trainer.optimizers
-        assert isinstance(optimizer, DistributedOptimizer)
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, DistributedOptimizer)]
         self.outcome = {
-            **outcome_of(module, optimizer),
+            **outcome_of(module, *optimizers),
             "counters": (trainer.current_epoch, trainer.global_step),
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
@@ -105,12 +104,17 @@ class Log(pl.Callback):
     ) -> None:
         if trainer.global_step == self._num_steps:
             return  # a microbatch
-        step = trainer.current_epoch, batch_idx, self.replicas.members, not self.replicas.is_adopted
+        if module.automatic_optimization:
+            self.note(trainer.current_epoch, batch_idx)
+        if self.waits:
+            self.place.wait_for_others(self.replicas)
+
+    def note(self, epoch: int, place: int) -> None:
+        """Logs a step, with its place in the epoch."""
+        step = epoch, place, self.replicas.members, not self.replicas.is_adopted
         self.steps.append(step)
         self.write(step)
         self.hook("after step")
-        if self.waits:
-            self.place.wait_for_others(self.replicas)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -157,16 +157,17 @@ class Run:
         return {**outcome_of(self.module, self.optimizer), "steps": self.steps}
 
 
-def outcome_of(module: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
+def outcome_of(module: nn.Module, *optimizers: DistributedOptimizer) -> dict[str, Any]:
     """Weights, and the state of this rank's shards: equal in all replicas after a training."""
-    shard_set = optimizer._impl.shard_set
-    shard_set.states.split()
-    tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    shard_sets = [optimizer._impl.shard_set for optimizer in optimizers]
+    for shard_set in shard_sets:
+        shard_set.states.split()
+    states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
     return {
         "weights": [param.detach().clone() for param in module.parameters()],
         "buffers": [buffer.clone() for buffer in module.buffers()],
-        "state": [tensor.clone() for tensor in tensors if isinstance(tensor, Tensor)],
-        "main_params": [shard.main_param().clone() for shard in shard_set.shards.values()],
+        "state": [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)],
+        "main_params": [shard.main_param().clone() for each in shard_sets for shard in each.shards.values()],
     }
 
 

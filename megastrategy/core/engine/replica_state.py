@@ -52,10 +52,10 @@ class OptimizerState(Protocol):
         """Replaces it by that of the same rank in another replica."""
 
     def groups(self) -> Any:
-        """Returns the hyper-parameters, which are no part of :meth:`state`."""
+        """Returns the groups, which are no part of :meth:`state`: names of parameters, and hyper-parameters."""
 
     def load_groups(self, groups: Any) -> None:
-        """Replaces them."""
+        """Adds those that are missing, and replaces the hyper-parameters of the others. Collective."""
 
 
 def check_supported(engine: Engine, groups: Sequence[object], device: torch.device) -> None:
@@ -142,13 +142,12 @@ class ReplicaState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         engine = self._present
-        engine.include_trainable()  # those that the loop's state has unfrozen
+        engine.include_trainable()
         if state["layout"] != self.layout_digest() or len(state["optimizers"]) != len(self.optimizers):
             raise LayoutMismatchError(
                 "this replica's model is not that of the replicas that it comes back to: its layout or options differ, "
                 "or its optimizers. Build the same module, with the same frozen parameters, options and optimizers, on "
-                "as many ranks, in every replica. Parameters that were unfrozen since are unfrozen by the put function "
-                "of replicas.register()"
+                "as many ranks, in every replica"
             )
         with torch.no_grad():
             for part, theirs in zip(self._weights(), state["weights"], strict=True):
@@ -169,11 +168,15 @@ class ReplicaState:
         engine.reducer.num_reductions[:] = state["reductions"]
         engine.reducer.tokens.unit = state["unit"]
 
-    def groups(self) -> list[Any]:
-        return [optimizer.groups() for optimizer in self.optimizers]
+    def groups(self) -> dict[str, Any]:
+        trained = {name: param.requires_grad for name, param in self._present.named_params().items()}
+        return {"trained": trained, "optimizers": [optimizer.groups() for optimizer in self.optimizers]}
 
-    def load_groups(self, groups: Sequence[Any]) -> None:
-        for optimizer, theirs in zip(self.optimizers, groups, strict=True):
+    def load_groups(self, groups: Mapping[str, Any]) -> None:
+        for name, param in self._present.named_params().items():
+            # Another name is an error of the layout, later.
+            param.requires_grad_(groups["trained"].get(name, param.requires_grad))
+        for optimizer, theirs in zip(self.optimizers, groups["optimizers"], strict=True):
             optimizer.load_groups(theirs)
 
     def _weights(self) -> list[Tensor]:

@@ -6,7 +6,7 @@ from .grad_scaler import GradScaler, adapt_scaler
 from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
 from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
-from .optimizer_checks import check_main_params, check_optimizer, not_shardable
+from .optimizer_checks import check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .shard_set import ShardSet, gather_from
 from .sharded_optimizer import ShardedOptimizer
@@ -21,7 +21,6 @@ __all__ = [
     "StateOfCopy",
     "adapt_scaler",
     "as_listed",
-    "check_main_params",
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",

@@ -24,6 +24,8 @@ class Stepper(Protocol):
     num_steps_done: int
     reductions: dict[int, int]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None: ...
+
 
 class OptimizerState:
     """This rank's state of one sharded optimizer, or of one that every rank steps whole."""
@@ -92,27 +94,31 @@ class OptimizerState:
         impl.reductions.update(state["reductions"])
 
     def groups(self) -> list[dict[str, Any]]:
-        """Returns the groups without their parameters."""
+        """Returns the groups, with the names of their parameters."""
+        impl = self._present
+        names = {id(param): name for name, param in impl.shard_set.engine.named_params().items()}
         return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._present.inner.param_groups
+            {**group, "params": [names[id(param)] for param in group["params"]]} for group in impl.inner.param_groups
         ]
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Replaces the hyper-parameters.
+        """Adds groups that were added during the run, and replaces the hyper-parameters of the others. Collective.
 
         Raises:
             LayoutMismatchError: if there are other groups.
         """
-        own = self._present.inner.param_groups
-        if len(own) != len(groups):
+        impl, own = self._present, self.groups()
+        if [group["params"] for group in own] != [group["params"] for group in groups[: len(own)]]:
             raise LayoutMismatchError(
-                f"this replica's {type(self._present.inner).__name__} has {len(own)} groups of parameters, and that of "
-                f"the replicas that it comes back to {len(groups)}: groups that are added during a run cannot be taken "
-                "over. Build all of them at the start"
+                f"this replica's {type(impl.inner).__name__} has other groups of parameters than that of the replicas "
+                "that it comes back to. Build the same optimizers in all replicas, with the same groups in the same "
+                "order"
             )
-        for group, theirs in zip(own, groups, strict=True):
-            group.update(theirs)
+        params = impl.shard_set.engine.named_params()
+        for theirs in groups[len(own) :]:
+            impl.add_param_group({**theirs, "params": [params[name] for name in theirs["params"]]})
+        for group, theirs in zip(impl.inner.param_groups, groups, strict=True):
+            group.update({name: value for name, value in theirs.items() if name != "params"})
 
     def numbers(self) -> str:
         """Returns the hyper-parameters with which it steps now."""

@@ -36,7 +36,7 @@ from ..events import EventKind
 from ..shards import FlatRun, begin_step, drop_remainders, end_step
 from ..trials import Findings, LaterTrials, StepArguments
 from ..wire import wire_part
-from .optimizer_checks import sending_nothing
+from .optimizer_checks import check_main_params, not_shardable, sending_nothing
 from .replica_state import OptimizerState
 from .shard_set import ShardSet
 from .step_hooks import InnermostCall, has_user_hooks
@@ -126,6 +126,21 @@ class ShardedOptimizer:
         self.shard_set.whole.groups |= findings.whole_groups
         return self.shard_set.states.learn(findings)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As DistributedOptimizer's. Collective if any parameter of the wrapped model was not trained before."""
+        # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
+        self.inner.add_param_group(param_group)
+        try:
+            self.shard_set.extra_params.find()
+            check_main_params(self.inner, self.engine)
+            if (reason := self.try_options()) is not None:
+                raise not_shardable(self.inner, self.engine, reason)
+        except ValueError:
+            self.inner.param_groups.pop()
+            raise
+        self.engine.include_trainable()
+        self.shard_set.add_new_params()
+
     # --- the step ----------------------------------------------------------------------------------------------------
 
     @property
@@ -148,8 +163,7 @@ class ShardedOptimizer:
                 "is outside of no_sync()"
             )
         self._replica_state.check()
-        if not across.replicas.is_adopted:
-            across.replicas.note_step(self._replica_state.numbers())
+        across.replicas.note_step(self._replica_state.numbers())
         return across.replicas.is_adopted
 
     def step_params(self, arguments: StepArguments) -> Any:

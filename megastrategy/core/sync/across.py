@@ -63,23 +63,23 @@ class AcrossReplicas:
         return self._handles[-1]
 
     def begin_backward(self, buffers: GradBuffers) -> None:
-        """Comes before the first gradient of a backward is counted.
+        """Comes before the first gradient of a backward is counted. Collective over this replica's ranks.
 
         Raises:
             ValueError: outside of a window, and if gradients of an earlier window are added to.
         """
-        self.replicas.check_window()
+        is_in_batch = self.replicas.begin_backward()
         if not self._begins_window:
             return
         self._begins_window = False
         for index, (param, has_grad) in enumerate(zip(buffers.params, buffers.has_grad, strict=True)):
             grad = param.grad
             is_kept = isinstance(grad, ReducedGrad) or (grad is not None and grad is buffers.views[index])
-            if has_grad and is_kept and param.requires_grad and index not in buffers.zeroed:
+            if has_grad and is_kept and (param.requires_grad or is_in_batch) and index not in buffers.zeroed:
                 raise ValueError(
                     f"parameter {buffers.layout.params[index].name!r}: gradients of a synchronised backward are there, "
                     "which a replica that comes back does not have, and this backward would add to them. Call "
-                    "zero_grad() before each batch, and accumulate microbatches under no_sync()"
+                    "zero_grad() after each step, and accumulate microbatches under no_sync()"
                 )
 
     def settle(self, agreed: Agreement, tokens: tuple[float, int]) -> tuple[Agreement, tuple[float, int]]:
@@ -127,10 +127,9 @@ class AcrossReplicas:
             self.forget()
             self.replicas.abandon()
 
-    def finish(self, buffers: GradBuffers) -> None:
+    def finish(self) -> None:
         """Ends a backward: loads the state of replicas that have stepped already, if there is any."""
         self._begins_window = True
-        buffers.zeroed.clear()
         if self.replicas.is_adopted:
             self.replicas.load_taken()
 

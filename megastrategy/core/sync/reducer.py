@@ -440,7 +440,7 @@ class Reducer:
             self._nonfinite.clear()
             self._has_local_grads = False
         if self.across is not None:
-            self.across.finish(self.buffers)
+            self.across.finish()
         planner, self._planner = self._planner, None
         # Gradients are final and nothing is on the wire: the only moment at which all ranks can move.
         wanted = planner.finish(self._layout, moves=moves) if planner is not None else None
@@ -523,6 +523,7 @@ class Reducer:
             others=[] if self.across is None else [self.across.replicas.wants_stop],
         ).over_ranks(self._collectives, self._tensor_ranks)
         if self.across is not None:
+            self.buffers.zeroed.difference_update(index for index, is_used in enumerate(used) if is_used)
             counts = agreement.counting == (True, False)
             sums = self.tokens.sums(self._collectives, self._tensor_ranks) if counts else (0.0, 0)
             agreement, self.tokens.totals = self.across.settle(agreement, sums)

@@ -9,9 +9,13 @@ not, the replica meets those that are left, and repeats the sums from a copy of 
 replicas may have voted yes, with this one's gradients in their sums. Then this one is a step behind. It takes their
 state, which is after the step, and its coming ``optimizer.step()`` does nothing.
 
+A batch may have several windows, one for each of several optimizers. A later one begins with its backward, after the
+step of the one before: the replicas meet, and none joins. What a replica that did not step loses is then what an
+optimizer has changed, which it takes over, and never a gradient that is still to be stepped with.
+
 [Note: when the loop's state is taken]
-The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two batches. A replica
-that is in the middle of a batch loads it when its own program has ended that batch, too: otherwise a schedule would
+The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
+that is in the middle of a window loads it when its own program begins the next one, too: otherwise a schedule would
 step twice.
 
 [Note: why a process joins with step 0]
@@ -57,10 +61,10 @@ class ReplicaModel(Protocol):
         """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
 
     def groups(self) -> Any:
-        """Returns the hyper-parameters of the optimizers' groups."""
+        """Returns which parameters are trained, and the optimizers' groups: names and hyper-parameters."""
 
     def load_groups(self, groups: Any) -> None:
-        """Replaces them by another replica's."""
+        """Replaces them by another replica's. Collective over the ranks."""
 
     def layout_digest(self) -> bytes:
         """Returns a digest of everything that has to be equal before tensors are summed."""
@@ -104,7 +108,7 @@ class Replicas:
         self._model: ReplicaModel | None = None
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         self._phase = "not joined"  # then "between", "open" (a window), "closed"
-        self._has_started = self._wants_stop = False
+        self._has_started = self._wants_stop = self._has_stepped = False
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
 
@@ -268,21 +272,45 @@ class Replicas:
             if self._phase != "open":
                 self._meet(joins=True)
                 self._phase = "open"
-            self._load_registered()
-            self.is_adopted = False
+            self._begin()
+
+    def _begin(self) -> None:
+        self._load_registered()
+        self.is_adopted = self._has_stepped = False
 
     @property
     def is_in_window(self) -> bool:
         """Whether a batch has begun whose step is still to come: then :meth:`begin_batch` meets no others."""
         return self._phase == "open"
 
-    def check_window(self) -> None:
-        """Comes before the first gradient of a backward. Raises ValueError outside of a window."""
-        if self._phase != "open" or self.is_adopted:
+    def begin_backward(self) -> bool:
+        """Comes before the first gradient of a backward. Collective over this replica's ranks.
+
+        Returns whether a window begins in the middle of a batch, in which the replicas meet.
+
+        Raises:
+            ValueError: outside of a batch, and before the step of a synchronised backward.
+            ReplicaMismatchError: if the others have gone on without this replica.
+        """
+        if self._phase == "open" and not self.is_adopted:
+            return False
+        if self._phase not in ("open", "between") or not self._has_stepped:
             raise ValueError(
-                "a backward outside of replicas.batches(loader), or after the synchronised backward of a batch: with "
-                "replicas, one backward a batch is synchronised, the others are under no_sync()"
+                "a backward outside of replicas.batches(loader), or between a synchronised backward and its step: with "
+                "replicas, each step has one synchronised backward before it, the others are under no_sync()"
             )
+        with self.leaving_after_an_error():
+            if self._phase == "between":
+                before = self.num_taken
+                self._meet(joins=False)
+                if self.num_taken > before:
+                    raise ReplicaMismatchError(
+                        f"replica {self.slot} was stopped for too long in the middle of a batch, and the others went "
+                        "on without it. Start it again"
+                    )
+                self._phase = "open"
+            self._begin()
+        return True
 
     def exchange(self, facts: ReplicaFacts, numbers: bytes) -> tuple[list[ReplicaFacts], bytes] | None:
         """Returns the facts of all members, and the maxima of their ``numbers``; None if that failed."""
@@ -336,8 +364,13 @@ class Replicas:
         self._attached.load(self._taken.pop("model"))
 
     def note_step(self, numbers: str) -> None:
-        """Adds the hyper-parameters of an optimizer's step to the digest that replicas compare."""
-        self._numbers = _chained(self._numbers, numbers)
+        """Adds the hyper-parameters of an optimizer's step to the digest that replicas compare.
+
+        Not if others have stepped, whose digest this replica has taken.
+        """
+        self._has_stepped = True
+        if not self.is_adopted:
+            self._numbers = _chained(self._numbers, numbers)
 
     def abandon(self) -> None:
         """Leaves the group of members in the middle of a window, after an error: their sums fail at once."""

@@ -1,0 +1,214 @@
+"""Batches with two optimizers, each with a backward of its own, as in an adversarial training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core import Collectives, Replicas
+from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
+from tests.support.replica_trainer import Fit, Log, Module
+from tests.support.replicas import (
+    OPTIMIZERS,
+    PATIENCE_S,
+    Case,
+    Hook,
+    HookedLink,
+    assert_equal,
+    loss_of,
+    members_by_step,
+    outcome_of,
+    results,
+    run_replicas,
+)
+
+
+class Pair(nn.Module):
+    """Two networks, the second over what the first one makes."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        layers = case.module()
+        assert isinstance(layers, nn.Sequential)
+        self.parts = nn.ModuleList([layers[:2], layers[2:]])
+
+    def forward(self, batch: Tensor, number: int) -> Tensor:
+        made: Tensor = self.parts[0](batch)
+        return made if number == 0 else self.parts[1](made.detach())  # type: ignore[no-any-return]
+
+    def optimizers_of(self) -> list[torch.optim.Optimizer]:
+        return [
+            OPTIMIZERS[name](part.parameters()) for name, part in zip(("momentum", "adam"), self.parts, strict=True)
+        ]
+
+
+def replay_of_pair(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -> list[Tensor]:
+    """The weights after a training in one process, with the same replicas in each step."""
+    pair = Pair(case)
+    optimizers = pair.optimizers_of()
+    for (epoch, place), members in sorted(steps.items()):
+        number, part = divmod(place, 2)
+        params = list(pair.parts[part].parameters())
+        totals = [torch.zeros_like(param) for param in params]
+        for slot in members:
+            inside = [torch.zeros_like(param) for param in params]
+            for rank in range(case.ranks):
+                loss = loss_of(pair(case.batch(epoch, number, slot, rank), part))
+                for sums, grad in zip(inside, torch.autograd.grad(loss, params), strict=True):
+                    sums.add_(grad / case.ranks)
+            for total, sums in zip(totals, inside, strict=True):
+                total.add_(sums)
+        for param, total in zip(params, totals, strict=True):
+            param.grad = total / len(members)
+        optimizers[part].step()
+    return [param.detach() for param in pair.parameters()]
+
+
+class Loop:
+    """A plain loop. ``zeroes``: whether gradients of zeros are kept, or None."""
+
+    def __init__(
+        self, case: Case, slot: int, rank: int, link: HookedLink, collectives: Collectives | None, zeroes: bool
+    ):
+        self.case, self.slot, self.rank, self.zeroes = case, slot, rank, zeroes
+        self.replicas = Replicas(link, of=case.of, slot=slot, patience_s=PATIENCE_S)
+        self.module = Pair(case)
+        self.model = DistributedDataParallel(
+            self.module, case.config(), collectives=collectives, replicas=self.replicas
+        )
+        self.optimizers = [DistributedOptimizer(one, self.model) for one in self.module.optimizers_of()]
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1000)
+        self.replicas.register("schedule", self.schedule.state_dict, self.schedule.load_state_dict)
+        self.steps: list[Any] = []
+
+    def train(self, on_step: Any = lambda: None) -> dict[str, Any]:
+        for epoch in self.replicas.epochs(self.case.num_epochs):
+            for batch in self.replicas.batches(self.case.batches(epoch, self.slot, self.rank)):
+                for part, optimizer in enumerate(self.optimizers):
+                    loss_of(self.model(batch, part)).backward()
+                    has_part = not self.replicas.is_adopted
+                    self.steps.append((epoch, 2 * self.replicas.batch + part, self.replicas.members, has_part))
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=not self.zeroes)
+                    if part == 0:
+                        self.schedule.step()
+                    on_step()
+        assert self.schedule.last_epoch == self.case.num_epochs * self.case.num_batches
+        return {**outcome_of(self.module, *self.optimizers), "steps": self.steps}
+
+
+def check(case: Case, found: list[list[Any]], logged: Sequence[Sequence[Any]]) -> dict[tuple[int, int], Any]:
+    for by_rank in found[1:]:
+        for mine, theirs in zip(found[0], by_rank, strict=True):
+            assert_equal(mine, theirs)
+    steps = members_by_step(logged)
+    assert sorted(steps) == [(e, b) for e in range(case.num_epochs) for b in range(2 * case.num_batches)]
+    for weight, expected in zip(found[0][0]["weights"], replay_of_pair(case, steps), strict=True):
+        assert torch.equal(weight, expected)
+    return steps
+
+
+@pytest.mark.parametrize("window", [5, 6], ids=("first", "second"))
+@pytest.mark.parametrize("zeroes", [False, True], ids=("none", "zeros"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_whose_vote_fails_takes_the_others_state_in_the_middle_of_a_batch(
+    ranks: int, zeroes: bool, window: int
+) -> None:
+    """In the third batch, in the window of either optimizer. A schedule that stepped twice would be seen."""
+    case = Case(ranks=ranks)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        num_votes = 0
+
+        def hook(point: str) -> None:
+            nonlocal num_votes
+            num_votes += point == "before vote"
+            if (slot, rank, num_votes, point) == (1, ranks - 1, window, "before vote"):
+                link.fail()
+
+        link = HookedLink(slot, address, hook)
+        return Loop(case, slot, rank, link, collectives, zeroes=zeroes).train()
+
+    found = results(run_replicas(case, job))
+    check(case, found, [outcome["steps"] for by_rank in found for outcome in by_rank])
+    [left_out] = {place for place, (*_, has_part) in enumerate(found[1][0]["steps"], 1) if not has_part}
+    assert left_out == window
+    assert all(has_part for *_, has_part in found[0][0]["steps"])
+
+
+def loop_of(place: Place, hook: Hook) -> Any:
+    link = HookedLink(place.slot, place.address, hook, place.skew_s)
+    loop = Loop(place.case, place.slot, place.rank, link, None, zeroes=False)
+    with place.log() as log:
+
+        def on_step() -> None:
+            log(loop.steps[-1])
+            hook("after step")
+            if loop.steps[-1][1] % 2:
+                place.wait_for_others(loop.replicas)
+
+        return loop.train(on_step)
+
+
+class Adversarial(Module):
+    """The same by a Trainer, in manual optimization."""
+
+    def __init__(self, case: Case, slot: int, rank: int) -> None:
+        super().__init__(case, slot, rank)
+        self.module = Pair(case)
+        self.automatic_optimization = False
+
+    def forward(self, batch: Tensor, number: int = 1) -> Tensor:  # type: ignore[override]
+        outputs: Tensor = self.module(batch, number)
+        return outputs
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        [log] = [callback for callback in self.trainer.callbacks if isinstance(callback, Log)]  # type: ignore[attr-defined]
+        for part, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss_of(self(batch, part)))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            log.note(self.current_epoch, 2 * batch_idx + part)
+
+    def configure_optimizers(self) -> Any:
+        return self.module.optimizers_of()
+
+
+# In the middle of a batch none joins, as after a vote that said no.
+POINTS = ("meeting", "before sum 0", "after sum 0", "before vote", "after vote", "after step")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("step", [5, 6], ids=("first", "second"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_in_the_window_of_either_optimizer(point: str, ranks: int, step: int, tmp_path: Path) -> None:
+    if point == "meeting":
+        point = "before meeting" if step == 5 else "before meeting again"
+    case = Case(ranks=ranks, num_batches=10)
+    found = run_with_kills(case, [Kill(1, ranks - 1, point, step)], tmp_path, train=loop_of)
+    steps = check(case, found, logged_steps(tmp_path))
+    assert (0,) in steps.values(), "the other one went on alone"
+    assert steps[1, 19] == (0, 1), "it came back"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("point", ["before sum 0", "before vote", "after step"])
+@pytest.mark.parametrize(("ranks", "step"), [(1, 5), (2, 6)])
+def test_a_fit_with_two_optimizers(point: str, ranks: int, step: int, tmp_path: Path) -> None:
+    """By a Trainer, in manual optimization."""
+    case = Case(ranks=ranks, num_batches=10)
+    found = run_with_kills(case, [Kill(1, 0, point, step)], tmp_path, train=Fit(Adversarial))
+    steps = check(case, found, logged_steps(tmp_path))
+    assert (0,) in steps.values()
+    assert steps[1, 19] == (0, 1)
+    assert found[0][0]["counters"] == found[1][0]["counters"] == (2, 40)

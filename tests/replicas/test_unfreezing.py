@@ -1,0 +1,148 @@
+"""Layers that are unfrozen, and groups that are added to an optimizer, before a replica comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core import Replicas
+from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
+from tests.support.replica_trainer import Fit, Module
+from tests.support.replicas import (
+    PATIENCE_S,
+    Case,
+    Hook,
+    HookedLink,
+    assert_equal,
+    loss_of,
+    members_by_step,
+    outcome_of,
+)
+
+UNFREEZES_IN = 1
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+
+
+def add_backbone(optimizer: torch.optim.Optimizer, backbone: nn.Module) -> None:
+    backbone.requires_grad_(True)
+    optimizer.add_param_group({"params": list(backbone.parameters()), "lr": 0.01})
+
+
+def replay_of(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -> tuple[list[Tensor], list[float]]:
+    """Weights and learning rates after a training in one process, with the same replicas in each step."""
+    module = case.module()
+    assert isinstance(module, nn.Sequential)
+    module[0].requires_grad_(False)
+    optimizer = optimizer_of(module)
+    schedule = schedule_of(optimizer)
+    for (epoch, number), members in sorted(steps.items()):
+        if (epoch, number) == (UNFREEZES_IN, 0):
+            add_backbone(optimizer, module[0])
+        trained = [param for param in module.parameters() if param.requires_grad]
+        totals = [torch.zeros_like(param) for param in trained]
+        for slot in members:
+            inside = [torch.zeros_like(param) for param in trained]
+            for rank in range(case.ranks):
+                loss = loss_of(module(case.batch(epoch, number, slot, rank)))
+                for sums, grad in zip(inside, torch.autograd.grad(loss, trained), strict=True):
+                    sums.add_(grad / case.ranks)
+            for total, sums in zip(totals, inside, strict=True):
+                total.add_(sums)
+        for param, total in zip(trained, totals, strict=True):
+            param.grad = total / len(members)
+        optimizer.step()
+        schedule.step()
+    return [param.detach() for param in module.parameters()], [group["lr"] for group in optimizer.param_groups]
+
+
+def loop_of(place: Place, hook: Hook) -> Any:
+    """A plain loop, in which a process that comes back knows nothing of what the others have unfrozen."""
+    case = place.case
+    module = case.module()
+    assert isinstance(module, nn.Sequential)
+    module[0].requires_grad_(False)
+    link = HookedLink(place.slot, place.address, hook, place.skew_s)
+    replicas = Replicas(link, of=case.of, slot=place.slot, patience_s=PATIENCE_S)
+    model = DistributedDataParallel(module, case.config(), replicas=replicas)
+    optimizer = DistributedOptimizer(optimizer_of(module), model)
+    schedule = schedule_of(optimizer)
+    replicas.register("schedule", schedule.state_dict, schedule.load_state_dict)
+    steps = []
+    with place.log() as log:
+        for epoch in replicas.epochs(case.num_epochs):
+            if epoch == UNFREEZES_IN and not module[0].weight.requires_grad:
+                add_backbone(optimizer, module[0])
+            for batch in replicas.batches(case.batches(epoch, place.slot, place.rank)):
+                optimizer.zero_grad()
+                loss_of(model(batch)).backward()
+                steps.append((epoch, replicas.batch, replicas.members, not replicas.is_adopted))
+                optimizer.step()
+                schedule.step()
+                log(steps[-1])
+                hook("after step")
+                place.wait_for_others(replicas)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return {**outcome_of(module, optimizer), "steps": steps, "rates": rates}
+
+
+class Finetuning(BaseFinetuning):
+    """The same, as Lightning's callbacks do it."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.module[0])  # type: ignore[index]
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == UNFREEZES_IN:
+            self.unfreeze_and_add_param_group(pl_module.module[0], optimizer, lr=0.01)  # type: ignore[index]
+
+
+class Finetuned(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.module)
+        return [optimizer], [{"scheduler": schedule_of(optimizer), "interval": "step"}]
+
+
+def finetuning(folder: Path) -> list[pl.Callback]:
+    return [Finetuning()]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("train", [loop_of, Fit(Finetuned, finetuning)], ids=("loop", "fit"))
+@pytest.mark.parametrize("step", [8, 11, 13], ids=("before", "at the border", "after"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_that_comes_back_trains_what_the_others_have_unfrozen(
+    train: Any, step: int, ranks: int, tmp_path: Path
+) -> None:
+    case = Case(ranks=ranks, num_epochs=3, num_batches=10)
+    found = run_with_kills(case, [Kill(1, ranks - 1, "before vote", step)], tmp_path, train=train)
+    for mine, theirs in zip(*found, strict=True):
+        assert_equal(mine, theirs)
+    steps = members_by_step(logged_steps(tmp_path))
+    assert sorted(steps) == [(epoch, batch) for epoch in range(3) for batch in range(10)]
+    assert (0,) in steps.values(), "the other one went on alone"
+    assert steps[2, 9] == (0, 1), "it came back"
+    weights, rates = replay_of(case, steps)
+    for weight, expected in zip(found[1][0]["weights"], weights, strict=True):
+        assert torch.equal(weight, expected)
+    for by_rank in found:
+        for mine in by_rank:
+            if "rates" in mine:
+                assert mine["rates"] == rates
+            else:
+                [schedule] = mine["schedules"]
+                assert schedule["_last_lr"] == rates
