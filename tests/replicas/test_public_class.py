@@ -141,6 +141,16 @@ def test_other_groups_of_parameters_are_refused() -> None:
             across.model.load_groups({**theirs, "optimizers": [groups]})
 
 
+def test_another_number_of_optimizers_is_refused_in_words() -> None:
+    run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
+    across = run.model.engine.reducer.across
+    assert across is not None
+    groups, state = across.model.groups(), across.model.state()
+    across.model.load_groups({**groups, "optimizers": 2 * groups["optimizers"]})
+    with pytest.raises(LayoutMismatchError, match=r"or its optimizers\. Build the same module"):
+        across.model.load({**state, "optimizers": 2 * state["optimizers"]})
+
+
 def test_replicas_that_were_left_train_no_other_model() -> None:
     run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
     run.replicas.close()

@@ -176,7 +176,8 @@ class ReplicaState:
         for name, param in self._present.named_params().items():
             # Another name is an error of the layout, later.
             param.requires_grad_(groups["trained"].get(name, param.requires_grad))
-        for optimizer, theirs in zip(self.optimizers, groups["optimizers"], strict=True):
+        # Another number of optimizers is, too.
+        for optimizer, theirs in zip(self.optimizers, groups["optimizers"], strict=False):
             optimizer.load_groups(theirs)
 
     def _weights(self) -> list[Tensor]:
