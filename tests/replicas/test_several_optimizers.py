@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core import Collectives, Replicas
+from tests.support.replica_loops import replicas_at
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
 from tests.support.replica_trainer import Fit, Log, Module
 from tests.support.replicas import (
@@ -22,6 +23,7 @@ from tests.support.replicas import (
     HookedLink,
     assert_equal,
     loss_of,
+    mean_grads,
     members_by_step,
     outcome_of,
     results,
@@ -55,17 +57,12 @@ def replay_of_pair(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -
     for (epoch, place), members in sorted(steps.items()):
         number, part = divmod(place, 2)
         params = list(pair.parts[part].parameters())
-        totals = [torch.zeros_like(param) for param in params]
-        for slot in members:
-            inside = [torch.zeros_like(param) for param in params]
-            for rank in range(case.ranks):
-                loss = loss_of(pair(case.batch(epoch, number, slot, rank), part))
-                for sums, grad in zip(inside, torch.autograd.grad(loss, params), strict=True):
-                    sums.add_(grad / case.ranks)
-            for total, sums in zip(totals, inside, strict=True):
-                total.add_(sums)
-        for param, total in zip(params, totals, strict=True):
-            param.grad = total / len(members)
+
+        def losses_of(slot: int, rank: int, place: tuple[int, int] = (epoch, number), part: int = part) -> list[Tensor]:
+            return [loss_of(pair(case.batch(*place, slot, rank), part))]
+
+        for param, grad in zip(params, mean_grads(params, members, case.ranks, losses_of), strict=True):
+            param.grad = grad
         optimizers[part].step()
     return [param.detach() for param in pair.parameters()]
 
@@ -74,10 +71,9 @@ class Loop:
     """A plain loop. ``zeroes``: whether gradients of zeros are kept, or None."""
 
     def __init__(
-        self, case: Case, slot: int, rank: int, link: HookedLink, collectives: Collectives | None, zeroes: bool
-    ):
-        self.case, self.slot, self.rank, self.zeroes = case, slot, rank, zeroes
-        self.replicas = Replicas(link, of=case.of, slot=slot, patience_s=PATIENCE_S)
+        self, case: Case, slot: int, rank: int, replicas: Replicas, collectives: Collectives | None, *, zeroes: bool
+    ) -> None:
+        self.case, self.slot, self.rank, self.replicas, self.zeroes = case, slot, rank, replicas, zeroes
         self.module = Pair(case)
         self.model = DistributedDataParallel(
             self.module, case.config(), collectives=collectives, replicas=self.replicas
@@ -133,7 +129,8 @@ def test_a_replica_whose_vote_fails_takes_the_others_state_in_the_middle_of_a_ba
                 link.fail()
 
         link = HookedLink(slot, address, hook)
-        return Loop(case, slot, rank, link, collectives, zeroes=zeroes).train()
+        replicas = Replicas(link, of=case.of, slot=slot, patience_s=PATIENCE_S)
+        return Loop(case, slot, rank, replicas, collectives, zeroes=zeroes).train()
 
     found = results(run_replicas(case, job))
     check(case, found, [outcome["steps"] for by_rank in found for outcome in by_rank])
@@ -143,8 +140,7 @@ def test_a_replica_whose_vote_fails_takes_the_others_state_in_the_middle_of_a_ba
 
 
 def loop_of(place: Place, hook: Hook) -> Any:
-    link = HookedLink(place.slot, place.address, hook, place.skew_s)
-    loop = Loop(place.case, place.slot, place.rank, link, None, zeroes=False)
+    loop = Loop(place.case, place.slot, place.rank, replicas_at(place, hook), None, zeroes=False)
     with place.log() as log:
 
         def on_step() -> None:

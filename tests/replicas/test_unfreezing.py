@@ -13,19 +13,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core import Replicas
+from tests.support.replica_loops import replicas_at
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
 from tests.support.replica_trainer import Fit, Module
-from tests.support.replicas import (
-    PATIENCE_S,
-    Case,
-    Hook,
-    HookedLink,
-    assert_equal,
-    loss_of,
-    members_by_step,
-    outcome_of,
-)
+from tests.support.replicas import Case, Hook, assert_equal, loss_of, mean_grads, members_by_step, outcome_of
 
 UNFREEZES_IN = 1
 
@@ -54,17 +45,12 @@ def replay_of(case: Case, steps: Mapping[tuple[int, int], Sequence[int]]) -> tup
         if (epoch, number) == (UNFREEZES_IN, 0):
             add_backbone(optimizer, module[0])
         trained = [param for param in module.parameters() if param.requires_grad]
-        totals = [torch.zeros_like(param) for param in trained]
-        for slot in members:
-            inside = [torch.zeros_like(param) for param in trained]
-            for rank in range(case.ranks):
-                loss = loss_of(module(case.batch(epoch, number, slot, rank)))
-                for sums, grad in zip(inside, torch.autograd.grad(loss, trained), strict=True):
-                    sums.add_(grad / case.ranks)
-            for total, sums in zip(totals, inside, strict=True):
-                total.add_(sums)
-        for param, total in zip(trained, totals, strict=True):
-            param.grad = total / len(members)
+
+        def losses_of(slot: int, rank: int, place: tuple[int, int] = (epoch, number)) -> list[Tensor]:
+            return [loss_of(module(case.batch(*place, slot, rank)))]
+
+        for param, grad in zip(trained, mean_grads(trained, members, case.ranks, losses_of), strict=True):
+            param.grad = grad
         optimizer.step()
         schedule.step()
     return [param.detach() for param in module.parameters()], [group["lr"] for group in optimizer.param_groups]
@@ -76,8 +62,7 @@ def loop_of(place: Place, hook: Hook) -> Any:
     module = case.module()
     assert isinstance(module, nn.Sequential)
     module[0].requires_grad_(False)
-    link = HookedLink(place.slot, place.address, hook, place.skew_s)
-    replicas = Replicas(link, of=case.of, slot=place.slot, patience_s=PATIENCE_S)
+    replicas = replicas_at(place, hook)
     model = DistributedDataParallel(module, case.config(), replicas=replicas)
     optimizer = DistributedOptimizer(optimizer_of(module), model)
     schedule = schedule_of(optimizer)

@@ -86,6 +86,7 @@ class Log(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, DistributedOptimizer)]
+        assert len(optimizers) == len(trainer.optimizers)
         self.outcome = {
             **outcome_of(module, *optimizers),
             "counters": (trainer.current_epoch, trainer.global_step),

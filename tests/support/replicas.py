@@ -249,6 +249,27 @@ def assert_equal(one: Any, other: Any) -> None:
             assert torch.equal(a, b), name
 
 
+def mean_grads(
+    params: Sequence[Tensor], members: Sequence[int], ranks: int, losses_of: Callable[[int, int], Iterable[Tensor]]
+) -> list[Tensor]:
+    """The fp32 means of the gradients of ``losses_of(slot, rank)``, added up in the order in which replicas do.
+
+    Sums are over at most two ranks and two replicas, so their order makes no difference.
+    """
+    assert ranks <= 2
+    assert len(members) <= 2
+    totals = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+    for slot in members:
+        inside = [torch.zeros_like(total) for total in totals]
+        for rank in range(ranks):
+            for loss in losses_of(slot, rank):
+                for sums, grad in zip(inside, torch.autograd.grad(loss, params), strict=True):
+                    sums.add_(grad.float() / ranks)
+        for total, sums in zip(totals, inside, strict=True):
+            total.add_(sums)
+    return [total / len(members) for total in totals]
+
+
 def replay(
     case: Case,
     steps: Mapping[tuple[int, int], Sequence[int]],
@@ -260,30 +281,24 @@ def replay(
 ) -> list[Tensor]:
     """The weights after a training in one process with the same replicas in each step.
 
-    Sums are over at most two ranks and two replicas, so their order makes no difference. ``schedule`` makes a schedule,
-    which steps so often after each step.
+    ``schedule`` makes a schedule, which steps so often after each step.
     """
-    assert case.ranks <= 2
-    assert all(len(members) <= 2 for members in steps.values())
     module = case.module()
     mains = [nn.Parameter(param.detach().float()) for param in module.parameters()]
     optimizer = OPTIMIZERS[case.optimizer](mains)
     scheduler = schedule(optimizer)
     for (epoch, number), members in sorted(steps.items()):
-        totals = [torch.zeros_like(main) for main in mains]
-        for slot in members:
-            inside = [torch.zeros_like(main) for main in mains]
-            for rank in range(case.ranks):
-                for batch in case.window(epoch, number, slot, rank):
-                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        outputs = module(batch)
-                    loss = loss_of(outputs) / case.accumulate
-                    for sums, grad in zip(inside, torch.autograd.grad(loss, list(module.parameters())), strict=True):
-                        sums.add_(grad.float() / case.ranks)
-            for total, sums in zip(totals, inside, strict=True):
-                total.add_(sums)
-        for main, total in zip(mains, totals, strict=True):
-            main.grad = (total / len(members)).clamp_(-clip_value, clip_value)
+
+        def losses_of(slot: int, rank: int, epoch: int = epoch, number: int = number) -> Iterator[Tensor]:
+            for batch in case.window(epoch, number, slot, rank):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    outputs = module(batch)
+                yield loss_of(outputs) / case.accumulate
+
+        for main, grad in zip(
+            mains, mean_grads(list(module.parameters()), members, case.ranks, losses_of), strict=True
+        ):
+            main.grad = grad.clamp_(-clip_value, clip_value)
         optimizer.step()
         for _ in range(schedule_steps if scheduler is not None else 0):
             scheduler.step()
