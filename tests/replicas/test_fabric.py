@@ -124,9 +124,9 @@ def launched(script: Path, of: int, *arguments: str) -> list[str]:
 @pytest.mark.fresh
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path) -> None:
-    outputs = launched(tmp_path / "train.py", 2, method, "70")
-    found = re.findall(r"trained (\d) (\d) \(0, 1\) (\S+)", "".join(outputs))
-    assert sorted(line[:2] for line in found) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")], outputs
+    output = "".join(launched(tmp_path / "train.py", 2, method, "70"))
+    found = re.findall(r"trained (\d) (\d) \(0, 1\) (\S+)", output)
+    assert sorted(line[:2] for line in found) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")], output
     assert len({line[2] for line in found}) == 1
 
 
