@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import Collectives, Handle, make_collectives
 from megastrategy.core.collectives.backend import BackendCollectives, WorkHandle
-from megastrategy.core.collectives.instanced import _Ended
+from megastrategy.core.collectives.instanced import run_now
 from megastrategy.core.layout.layout import Spans
 
 
@@ -136,7 +136,7 @@ def start_between(real: Collectives, what: str, run: Callable[[], object]) -> Ha
     """Runs it in the thread of ``real``, or at once where there is none; an error is raised where it is waited for."""
     # The worker of the real one, on purpose. What a backend starts it launches in the caller's thread.
     start = None if isinstance(innermost(real), BackendCollectives) else getattr(real, "_start", None)
-    handle: Handle = WorkHandle(what, _Ended.of(run), real) if start is None else start(what, run)
+    handle: Handle = WorkHandle(what, run_now(run), real) if start is None else start(what, run)
     return handle
 
 

@@ -122,13 +122,6 @@ def _like(every: Collectives, group: ProcessGroup) -> Collectives:
     return made
 
 
-def destroy_second(every: Collectives) -> None:
-    """Ends the group that :func:`second_collectives` made."""
-    if every.second is not None:
-        destroy_group(every.second.group)
-        every.second = None
-
-
 def close_when_collected(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
     """Ends threads when ``owner`` is collected, or the returned function is called; also groups, if ``own_group`` was
     made for ``every``. Sends nothing, since each rank closes its model by itself, and does nothing at exit, when other
@@ -143,7 +136,9 @@ def _end_groups(every: Collectives, own_group: ProcessGroup | None) -> None:
         if collectives is not None:
             collectives.close()
     if own_group is not None:
-        destroy_second(every)
+        if every.second is not None:
+            destroy_group(every.second.group)
+            every.second = None
         destroy_instances(every)
         destroy_group(every.host.group)
         destroy_group(own_group)

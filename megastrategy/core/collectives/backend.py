@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layout import Spans
-from .interface import Collectives, Handle, incomplete_error
+from .interface import Collectives, Handle
 from .part_exchange import PartExchange
 from .part_sums import add_parts_
 
@@ -70,7 +70,7 @@ class BackendCollectives(Collectives):
         with self.translated_errors(what):
             work = launch()
         self._count(what)
-        return WorkHandle(what, work, self, then)
+        return WorkHandle(what, work.wait, self, then)
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         tensor, options = as_real(tensor), dist.AllreduceOptions()
@@ -169,21 +169,24 @@ class _Works:
 
 
 class WorkHandle(Handle):
-    """The handle of an object with a ``wait()``, as backends return it."""
+    """The handle of a collective that a function waits for; ``then`` is called when it has ended."""
 
     def __init__(
-        self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
+        self,
+        what: str,
+        wait: Callable[[], object],
+        collectives: Collectives,
+        then: Callable[[], object] | None = None,
     ) -> None:
-        self._what, self._work, self._collectives, self._then = what, work, collectives, then
+        self._what, self._collectives, self._then = what, collectives, then
+        self._wait: Callable[[], object] | None = wait
 
     def wait(self) -> None:
-        if self._work is None:  # gloo writes the result once more in a second wait
+        if self._wait is None:  # gloo writes the result once more in a second wait
             return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise incomplete_error(self._what, self._collectives, error) from error
-        self._work = None
+        with self._collectives.translated_errors(self._what):
+            self._wait()
+        self._wait = None
         # After the wait: on CUDA the current stream is now behind the collective, so work queued here reads its result.
         if self._then is not None:
             self._then()

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import CollectiveError
 from ..layout import Spans
 from .backend import max_options
 from .gloo_references import GlooReferences
 from .gloo_rings import GlooRings
-from .interface import CHECK_PEERS_S, Collectives, Handle, incomplete_error
+from .interface import CHECK_PEERS_S, Collectives, Handle
 from .part_sums import add_parts_
 from .process_groups import PROBE_TAG
 from .rank_check import RankCheck
@@ -48,7 +47,7 @@ class GlooCollectives(Collectives):
             # A factor of one would be a pass over the tensor that changes no bit.
             if not scale_sum and scale != 1.0:
                 tensor.mul_(scale)
-            self.group.allreduce([self._view_for_gloo(tensor)]).wait()
+            self.group.allreduce([self._sent(tensor)]).wait()
             if scale_sum and scale != 1.0:
                 tensor.mul_(scale)
 
@@ -59,9 +58,7 @@ class GlooCollectives(Collectives):
         # each backward, of 128 ranks. With few ranks gloo's own ring, a single call, is faster.
         if self.size > _RING_AT_MOST:
             return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
-        return self._start(
-            "all-reduce", lambda: self.group.allreduce([self._view_for_gloo(tensor)], max_options()).wait()
-        )
+        return self._start("all-reduce", lambda: self.group.allreduce([self._sent(tensor)], max_options()).wait())
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
@@ -82,7 +79,8 @@ class GlooCollectives(Collectives):
         return self._start("all-to-all", lambda: self._rings.exchange_parts(parts, coming))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self._start("broadcast", lambda: self._broadcast(tensor))
+        options = dist.BroadcastOptions()
+        return self._start("broadcast", lambda: self.group.broadcast([self._sent(tensor)], options).wait())
 
     def close(self) -> None:
         super().close()
@@ -118,12 +116,8 @@ class GlooCollectives(Collectives):
             self._worker = None
         super()._give_up(what, reason)
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        self.group.broadcast([self._view_for_gloo(tensor)], dist.BroadcastOptions()).wait()
-
-    def _view_for_gloo(self, tensor: Tensor) -> Tensor:
-        """Returns a view to pass to a thread of gloo's; see gloo_references' [Note: gloo releases tensors after
-        completion]."""
+    def _sent(self, tensor: Tensor) -> Tensor:
+        # see gloo_references' [Note: gloo releases tensors after completion]
         return self._gloo_references.view_for_gloo(tensor)
 
 
@@ -146,14 +140,9 @@ class _FutureHandle(Handle):
             self._collectives.check_peers(self._what, self._number)
 
     def wait(self) -> None:
-        try:
+        with self._collectives.translated_errors(self._what):
             self.wait_for_end()
             self.ran_ns = self._future.result()
-        # Given up, or failed with a reason already: a second wrapping would hide it under "did not complete".
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise incomplete_error(self._what, self._collectives, error) from error
 
 
 def _end(worker: Worker, references: GlooReferences) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -195,10 +196,6 @@ class InstanceCollectives(Collectives):
         if group.size() > 1:
             group.allreduce([self._sent(tensor)]).wait()
 
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """The tensor as the backend gets it."""
-        return tensor
-
     @abstractmethod
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         """Runs ``run`` after everything that was started before, without blocking the caller where that is possible."""
@@ -236,9 +233,6 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)
 
-    def _sent(self, tensor: Tensor) -> Tensor:
-        return self._view_for_gloo(tensor)
-
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
 
@@ -265,7 +259,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         # No stream orders the two hops on the host, so they are done before this returns; an error is raised in
         # wait(), as callers expect.
         if device.type == "cpu" and self._streams is None:
-            return WorkHandle(what, _Ended.of(run), self.every)
+            return WorkHandle(what, run_now(run), self.every)
         streams = self._streams or torch.get_device_module(device)
         if self._stream is None:
             self._stream = streams.Stream(device)
@@ -278,7 +272,8 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             # scaling and the sums.
             event = streams.Event()
             event.record(self._stream)
-        return WorkHandle(what, _Recorded(event, streams, device), self.every)
+        # Explicitly: without an argument an event uses the stream of the current device, which need not be the model's.
+        return WorkHandle(what, lambda: event.wait(streams.current_stream(device)), self.every)
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         super().connect(device, exchanges=exchanges)
@@ -316,32 +311,13 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         return received.chunk(self.size)
 
 
-class _Recorded:
-    """An event that the current stream of a device waits for."""
-
-    def __init__(self, event: Any, streams: Any, device: torch.device) -> None:
-        self._event, self._streams, self._device = event, streams, device
-
-    def wait(self) -> None:
-        # Explicitly: without an argument an event uses the stream of the current device, which need not be the model's.
-        self._event.wait(self._streams.current_stream(self._device))
-
-
-class _Ended:
-    """Work that was done at once. Its error is raised where it is waited for, as collectives do."""
-
-    def __init__(self, error: RuntimeError | None) -> None:
-        self._error = error
-
-    @classmethod
-    def of(cls, run: Callable[[], object]) -> _Ended:
-        try:
-            with torch.no_grad():
-                run()
-        except RuntimeError as error:
-            return cls(error)
-        return cls(None)
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+def run_now(run: Callable[[], object]) -> Callable[[], object]:
+    """Runs at once, and returns a function that raises the error, where collectives raise it: in the wait."""
+    done: Future[None] = Future()
+    try:
+        with torch.no_grad():
+            run()
+        done.set_result(None)
+    except RuntimeError as error:
+        done.set_exception(error)
+    return done.result

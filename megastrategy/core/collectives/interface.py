@@ -165,7 +165,15 @@ class Collectives(ABC):
         except MegastrategyError:
             raise
         except RuntimeError as error:
-            raise incomplete_error(what, self, error) from error
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size}: {what} did not complete. Most often another rank ended with an "
+                "error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
+                f"ranks. The backend said: {error}"
+            ) from error
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor as the backend gets it."""
+        return tensor
 
     def _count(self, what: str) -> None:
         """Counts a collective that is started."""
@@ -340,13 +348,10 @@ class Collectives(ABC):
                 self._give_up(what, f"the device has not done it within {timeout_s:g} s, the group's timeout")
 
     def _probe_others(self, what: str) -> None:
-        for other in range(self.size):
-            try:
+        with self._aborting(), self.translated_errors(what):
+            for other in range(self.size):
                 if other != self.rank:
                     self.probe(other)
-            except RuntimeError as error:
-                self.abort()
-                raise incomplete_error(what, self, error) from error
 
     def _end_of_queue(self, device: torch.device) -> Callable[[], bool] | None:
         """Returns a function that says whether the device has done the work queued now; None if the host
@@ -367,12 +372,3 @@ class Collectives(ABC):
             if self.host is not self:
                 self.abort()
             raise
-
-
-def incomplete_error(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
-    """Returns the error for one that a backend raised in a collective."""
-    return CollectiveError(
-        f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with "
-        "an error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
-        f"ranks. The backend said: {error}"
-    )

@@ -275,23 +275,20 @@ class RankCheck:
             return known if known == _COMPLETE else ""
         # Marked before any wait: rank 0 counts these marks.
         store.set(f"{key}/{self.rank}", what)
-        if self.rank == 0:
-            found = self._wait_for_other_ranks(key, deadline, probe)
-        else:
+        if self.rank != 0:
             store.set(f"{_ROOT}/caller", pickle.dumps((key, self.progress.num_started)))  # type: ignore[arg-type]
-            found = self._wait_for_rank_zero(outcome, probe, deadline)
         # The first outcome written is valid for all ranks: two that time out at once must not report different ones.
-        return found if not found else store.compare_set(outcome, "", found).decode()
+        return store.compare_set(outcome, "", self._wait_for_others(key, deadline, probe)).decode()
 
-    def _wait_for_other_ranks(self, key: str, deadline: float, probe: Callable[[int], object]) -> str:
-        """Waits for all ranks, on rank 0, and returns the outcome that it proposes."""
-        store = self.store
+    def _wait_for_others(self, key: str, deadline: float, probe: Callable[[int], object]) -> str:
+        """Returns the outcome that another rank has written, or the one that this rank proposes."""
+        store, outcome = self.store, f"{key}/outcome"
         ask_at, next_probe = time.monotonic() + ASK_AFTER_S, time.monotonic() + _PROBE_S
-        has_asked = False
-        while missing := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
-            if store.check([f"{key}/outcome"]):
-                # A rank's responder has found evidence that it will never come.
-                return store.get(f"{key}/outcome").decode()
+        has_asked = self.rank != 0  # only rank 0 asks
+        while missing := self._missing(key):
+            # Rank 0 has written it, or a rank's responder, which has found evidence that this rank will never come.
+            if store.check([outcome]):
+                return store.get(outcome).decode()
             now = time.monotonic()
             if now >= ask_at and not has_asked:
                 # Once: a responder watches by itself until the check has an outcome.
@@ -300,6 +297,7 @@ class RankCheck:
                     self._ask(rank, {"key": key, **self.progress.counts()})
             if now > deadline:
                 return f"rank(s) {missing} did not call it within {self.patience.total_seconds():g} s"
+            # Not in each iteration: a probe sends a message.
             if now > next_probe:
                 next_probe += _PROBE_S
                 if ended := [rank for rank in missing if _has_ended(rank, probe)]:
@@ -307,20 +305,9 @@ class RankCheck:
             time.sleep(_POLL_S)
         return _COMPLETE
 
-    def _wait_for_rank_zero(self, outcome: str, probe: Callable[[int], object], deadline: float) -> str:
-        """Returns the outcome that rank 0 writes, or the problem."""
-        store, next_probe = self.store, time.monotonic() + _PROBE_S
-        while not store.check([outcome]):
-            now = time.monotonic()
-            if now > deadline:
-                return f"rank(s) [0] did not call it within {self.patience.total_seconds():g} s"
-            # Not in each iteration: a probe sends a message.
-            if now > next_probe:
-                next_probe += _PROBE_S
-                if _has_ended(0, probe):
-                    return _ENDED.format([0])
-            time.sleep(_POLL_S)
-        return store.get(outcome).decode()
+    def _missing(self, key: str) -> list[int]:
+        """Returns the ranks that rank 0 still waits for; other ranks wait for the outcome that rank 0 writes."""
+        return [rank for rank in range(self.size) if not self.store.check([f"{key}/{rank}"])] if self.rank == 0 else [0]
 
 
 def _has_ended(rank: int, probe: Callable[[int], object]) -> bool:
