@@ -81,13 +81,17 @@ def test_a_rank_is_killed_while_it_takes_the_state_of_another_replica(rank: int,
     assert steps[1, 11] == (0, 1)
 
 
-def test_a_replica_is_killed_while_another_takes_its_state(tmp_path: Path) -> None:
-    """The one that comes back takes it from the third replica."""
+@pytest.mark.parametrize("is_taker_killed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_replica_is_killed_while_another_takes_its_state(is_taker_killed: bool, tmp_path: Path) -> None:
+    """The one that comes back takes it from the third replica, and so do both if it is killed as well."""
     case = Case(of=3, num_epochs=2, num_batches=16)
-    found = run_with_kills(case, [Kill(1, 0, "before vote"), Kill(0, 0, "serving", step=0)], tmp_path)
+    kills = [Kill(1, 0, "before vote"), Kill(0, 0, "serving", step=0)]
+    kills += [Kill(1, 0, "asking", step=0, life=1)] * is_taker_killed
+    found = run_with_kills(case, kills, tmp_path)
     for other in found[1:]:
         assert_equal(found[0][0], other[0])
     assert (tmp_path / "ready-0-0-1").exists(), "it was killed, and came back"
+    assert (tmp_path / "ready-1-0-2").exists() == is_taker_killed
     assert members_by_step(logged_steps(tmp_path))[1, 15] == (0, 1, 2)
 
 

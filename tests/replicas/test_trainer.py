@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megastrategy import Replicas
 from megastrategy.data import ResumableSampler
 from megastrategy.lightning import MegatronDDPStrategy, SaveOnStop, _CheckpointIO
 from tests.support.replica_processes import Kill, logged_steps, run_with_kills
-from tests.support.replica_trainer import Fit, Module
+from tests.support.replica_trainer import Batches, Fit, Module
 from tests.support.replicas import OPTIMIZERS, Case, assert_equal, members_by_step
 
 from .test_kills import check
@@ -255,6 +256,40 @@ def test_sigterm_ends_one_replica_which_saves_if_it_leads(tmp_path: Path) -> Non
     steps = check(case, kills, tmp_path, train=Fit(callbacks=stop_saving))
     assert (1,) in steps.values()
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 4
+
+
+class Placed(Batches):
+    """Batches that begin again where a checkpoint was saved."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(self.place % self.case.num_batches, self.case.num_batches):
+            self.place = number + 1
+            yield self.case.batch(self.sampler.epoch, number, self.slot, self.rank)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class WithPlace(Module):
+    def train_dataloader(self) -> Any:
+        return Placed(self.case, self.slot, self.rank)
+
+
+@pytest.mark.long
+def test_sigterm_ends_all_replicas_which_go_on_from_the_leaders_file(tmp_path: Path) -> None:
+    """As at the end of a scheduler's allocation."""
+    case = Case(ranks=2, num_epochs=2, num_batches=10)
+    kills = [Kill(slot, 1, "after step", step=14, signum=signal.SIGTERM) for slot in (0, 1)]
+    fit = Fit(WithPlace, callbacks=stop_saving, ckpt_path=tmp_path / "stopped.ckpt")
+    steps = check(case, kills, tmp_path, train=fit)
+    assert set(steps.values()) == {(0, 1)}
+    assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 14
+    assert (tmp_path / "ready-0-0-1").exists(), "it was started again"
 
 
 # --- data and logs ---------------------------------------------------------------------------------------------------

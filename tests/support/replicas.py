@@ -98,6 +98,13 @@ class HookedLink(TorchftLink):
             return state()
 
         super().join(ranks, serve)
+        receive = self._transport.recv_checkpoint
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            self.hook("asking")
+            return receive(*args, **kwargs)
+
+        self._transport.recv_checkpoint = ask
 
     def _receive(self, state: Any) -> None:
         self.hook("taking")
