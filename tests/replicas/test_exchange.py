@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,11 +36,12 @@ def outcomes_of(case: Case, step: Step, **more: Any) -> list[Any]:
         module = more["module"](slot) if "module" in more else None
         run = prepare(case, slot, rank, address, collectives, more.get("hook", lambda point: None), module=module)
         more.get("prepared", lambda run: None)(run)
-        for epoch in run.replicas.epochs(case.num_epochs):
-            for batch in run.replicas.batches(case.batches(epoch, slot, rank)):
-                run.optimizer.zero_grad()
-                step(run, run.replicas.batch, batch)
-                run.steps.append((epoch, run.replicas.batch, run.replicas.members, not run.replicas.is_adopted))
+        with contextlib.closing(run.replicas):  # an error in a step ends a process, and this is a thread
+            for epoch in run.replicas.epochs(case.num_epochs):
+                for batch in run.replicas.batches(case.batches(epoch, slot, rank)):
+                    run.optimizer.zero_grad()
+                    step(run, run.replicas.batch, batch)
+                    run.steps.append((epoch, run.replicas.batch, run.replicas.members, not run.replicas.is_adopted))
         return run.outcome()
 
     return [by_rank[0] for by_rank in run_replicas(case, job)]
