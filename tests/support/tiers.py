@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,16 @@ def mark_long(items: Iterable[pytest.Item], named: Sequence[str]) -> None:
         for number, item in enumerate(cases):
             if number not in stay and not any(argument.endswith(item.name) for argument in named):
                 item.add_marker(pytest.mark.long)
+
+
+def cases_that_run(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters in all cases of the file that run: for a fixture that trains them all at once."""
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(tuple(case[name] for name in names) for case in cases if set(names) <= set(case)))
 
 
 def part(items: Sequence[pytest.Item], which: str) -> list[pytest.Item]:
