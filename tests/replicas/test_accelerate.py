@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from megastrategy import Replicas
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin, replace_accelerators
 from megastrategy.data import ResumableSampler
-from tests.support.patience import HANG_S
 from tests.support.processes import run_processes
 from tests.support.replica_loops import AcceleratedCase, AcceleratedLoop, Counter, run_with_a_kill
 from tests.support.replica_processes import Kill
@@ -42,6 +39,7 @@ CASES: dict[str, tuple[AcceleratedCase, AcceleratedLoop, Kill, dict[str, Any]]] 
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replica_is_killed_and_comes_back(name: str, tmp_path: Path) -> None:
     case, loop, kill, replayed = CASES[name]
@@ -167,20 +165,3 @@ def _under_a_trainer(folder: Path) -> None:
 
 def test_transformers_trainer_is_refused(tmp_path: Path) -> None:
     run_processes(1, _under_a_trainer, tmp_path)
-
-
-_WITHOUT = """
-import sys
-import torch
-from megastrategy.accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-module = torch.nn.Linear(2, 1)
-accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-assert accelerator.megatron_ddp_plugin.replicas is None
-assert not [name for name in sys.modules if name.startswith(("torchft", "megastrategy._replicas"))]
-"""
-
-
-@pytest.mark.fresh
-def test_without_replicas_nothing_is_imported() -> None:
-    subprocess.run([sys.executable, "-c", _WITHOUT], check=True, timeout=HANG_S)

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[SampledCase, FabricLoop, Kill, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replica_is_killed_and_comes_back(name: str, tmp_path: Path) -> None:
     case, loop, kill, replayed = CASES[name]
@@ -122,7 +123,7 @@ def launched(script: Path, of: int, *arguments: str) -> list[str]:
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path) -> None:
     output = "".join(launched(tmp_path / "train.py", 2, method, "70"))
     found = re.findall(r"trained (\d) (\d) \(0, 1\) (\S+)", output)
@@ -184,9 +185,14 @@ def test_a_model_its_data_and_what_is_refused() -> None:
 
 _WITHOUT = """
 import sys
+import torch
+from megastrategy.accelerate import Accelerator
 from megastrategy.fabric import MegatronDDPStrategy
-strategy = MegatronDDPStrategy()
-assert strategy.replicas is None
+assert MegatronDDPStrategy().replicas is None
+accelerator = Accelerator(cpu=True)
+module = torch.nn.Linear(2, 1)
+accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+assert accelerator.megatron_ddp_plugin.replicas is None
 assert not [name for name in sys.modules if name.startswith(("torchft", "megastrategy._replicas"))]
 """
 
