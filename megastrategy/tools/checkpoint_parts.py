@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,28 +14,17 @@ from torch import Tensor
 
 from .._checkpoints.files import load_file
 from .._checkpoints.not_tensors import NOT_TENSORS
-from ..core import EXTRA_FILE, CheckpointError, describe_missing_elements, is_directory_checkpoint
-from .foreign_paths import check_readable, describe_file, describe_folder
-from .trusting import directory_reader, load_planner, refusal
+from ..core import EXTRA_FILE, CheckpointError
+from .foreign_paths import check_readable, describe_file
+from .trusting import open_checked, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """Key in a file of the fp32 main params by parameter name, for each optimizer."""
 
 _TRAINER_MARK = "pytorch-lightning_version"
-
-Advance = Callable[[int], None]
-"""Reports that so many more bytes are done."""
-
-Progress = Callable[[str, int], Advance]
-"""Called with what begins, and its bytes."""
-
-
-def silent(what: str, total_bytes: int) -> Advance:
-    """A :data:`Progress` that shows nothing."""
-    return lambda nbytes: None
 
 
 @dataclasses.dataclass
@@ -158,10 +146,7 @@ def read_object(path: Path, trust: bool) -> Any:
 
 
 def read_directory_parts(
-    path: Path,
-    trust: bool = False,
-    make: Callable[[TensorStorageMetadata], Tensor] | None = None,
-    progress: Progress = silent,
+    path: Path, trust: bool = False, make: Callable[[TensorStorageMetadata], Tensor] | None = None
 ) -> Parts:
     """Reads the parts of a directory.
 
@@ -170,15 +155,18 @@ def read_directory_parts(
         trust: for values that are not tensors, and for the ``.metadata``.
         make: the tensor to read into, from its description in the directory. By default nothing is read, and
             the tensors are on torch's "meta" device.
-        progress: called with the bytes of tensors.
 
     Raises:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
     """
-    metadata = read_metadata(path, trust)
+    directory = open_checked(path, trust)
     extra_file = path / EXTRA_FILE
     extra = dict(read_object(extra_file, trust)) if extra_file.is_file() else {}
-    found = _read_nested(path, trust, metadata, make, progress)
+    try:
+        found = directory.read(None, lambda _, saved: _on_meta(saved) if make is None else make(saved))
+    except CheckpointError as error:
+        causes = [cause for cause, _ in getattr(error.__cause__, "failures", {}).values()]
+        raise next((cause for cause in causes if isinstance(cause, CheckpointError)), error) from error
     for key, values in extra.pop(NOT_TENSORS, {}).items():
         found[key].update(values)
     parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=extra)
@@ -197,90 +185,8 @@ def read_directory_parts(
     return parts
 
 
-def read_metadata(path: Path, trust: bool = False) -> Metadata:
-    """Reads a directory's metadata, and checks that all of its files exist.
-
-    Raises:
-        CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
-    """
-    if not is_directory_checkpoint(path):
-        check_readable(path)
-        what = describe_folder(path) if path.is_dir() else ""
-        raise CheckpointError(
-            f"{path} {what or 'is no complete sharded checkpoint: it has no .metadata, which is written last'}"
-        )
-    try:
-        metadata = directory_reader(path, trust).read_metadata()
-        # ``.metadata`` is written last, and yet a copy may lack files, or have truncated ones
-        needed: dict[str, int] = {}
-        for place in metadata.storage_data.values():
-            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path}/.metadata cannot be read: {error!r}. Resume from another checkpoint") from error
-    for name, nbytes in needed.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size < nbytes:
-            state = f"has {file.stat().st_size:,} bytes of {nbytes:,}" if file.is_file() else "is missing"
-            raise CheckpointError(f"{path} is not complete: {name} {state}. Copy it again, or use another checkpoint")
-    if hole := describe_missing_elements(metadata):
-        raise CheckpointError(f"{path} is not complete: {hole}")
-    return metadata
-
-
-def _read_nested(
-    path: Path,
-    trust: bool,
-    metadata: Metadata,
-    make: Callable[[TensorStorageMetadata], Tensor] | None,
-    progress: Progress,
-) -> dict[str, Any]:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    saved = metadata.state_dict_metadata
-    tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    # torch's load reads into the tensors that it is given, and makes every other value itself
-    values: dict[str, Any] = dict.fromkeys(name for name in saved if name not in tensors)
-    if make is not None:
-        values |= {name: make(entry) for name, entry in tensors.items()}
-    advance = progress(f"reading {path.name}", sum(nbytes_of(entry) for entry in tensors.values()) if make else 0)
-
-    class Telling(load_planner(path, trust)):  # type: ignore[misc]  # a class made now
-        def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-            advance(tensor.nbytes)
-
-    try:
-        if values:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*to load in a single process")
-                load(values, storage_reader=directory_reader(path, trust), planner=Telling(), no_dist=True)
-    except (Exception, CheckpointException) as error:  # the second is a BaseException
-        causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []
-        told = next((cause for cause in causes if isinstance(cause, CheckpointError)), None)
-        raise told or CheckpointError(f"{path} cannot be read: {error!r}") from error
-    if make is None:
-        # without ``make`` only the metadata is returned: no byte of a tensor is read
-        values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
-    places = metadata.planner_data or {name: (name,) for name in saved}  # in the order in which it was saved
-    nested: dict[Any, Any] = {}
-    for name, place in places.items():
-        here = nested
-        for step in place[:-1]:
-            here = here.setdefault(step, {})
-        here[place[-1]] = values[name]
-    return {key: _with_lists(value) for key, value in nested.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    """Makes lists of dictionaries with numbers for keys: the format has strings for keys, and numbers for places."""
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(key, int) for key in value):
-        return [_with_lists(value[key]) for key in sorted(value)]
-    return {key: _with_lists(item) for key, item in value.items()}
+def _on_meta(saved: TensorStorageMetadata) -> Tensor:
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
 
 
 def nbytes_of(entry: TensorStorageMetadata) -> int:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import __version__
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
-from .checkpoint_parts import Advance, read_file
-from .checkpoint_parts import Progress as Tell
+from .checkpoint_parts import read_file
 from .click_commands import Command, Group
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
@@ -111,8 +108,7 @@ def consolidate_command(directory: Path, out: Path | None, force: bool, trust: b
     OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. The disk needs space for one more copy meanwhile.
     """
     file = default_file(directory) if out is None else out
-    with _progress() as progress:
-        consolidate(directory, file, force=force, trust=trust, progress=progress)
+    consolidate(directory, file, force=force, trust=trust)
     click.echo(file)
 
 
@@ -148,8 +144,7 @@ def convert_command(
         known = names_from_module(spec, parts)
     elif names:
         known = names_from(names, trust)
-    with _progress() as progress:
-        convert(parts, known, directory, force=force, progress=progress)
+    convert(parts, known, directory, force=force)
     click.echo(directory)
 
 
@@ -353,23 +348,3 @@ def _check_script(script: str, is_module: bool) -> None:
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=1000)  # piped output is not cut
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    """Draws bars on stderr if it is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-
-        def tell(what: str, total_bytes: int) -> Advance:
-            task = bars.add_task(what, total=total_bytes)
-            return lambda nbytes: bars.advance(task, nbytes)
-
-        yield tell

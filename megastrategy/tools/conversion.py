@@ -11,7 +11,6 @@ import mmap
 import os
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,18 +23,9 @@ from .._checkpoints.files import save_file
 from .._checkpoints.not_tensors import not_tensors
 from .._checkpoints.paths import replace_path, sync_directory
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
-from .checkpoint_parts import (
-    Advance,
-    Parts,
-    Progress,
-    by_name,
-    content_of_file,
-    nbytes_of,
-    read_directory_parts,
-    read_metadata,
-    silent,
-)
+from .checkpoint_parts import Parts, by_name, content_of_file, nbytes_of, read_directory_parts
 from .param_names import Names
+from .trusting import open_checked
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -50,9 +40,7 @@ def default_file(directory: Path) -> Path:
     return path.with_name(f"{path.stem}.consolidated{path.suffix}")
 
 
-def consolidate(
-    directory: Path, file: Path, *, force: bool = False, trust: bool = False, progress: Progress = silent
-) -> None:
+def consolidate(directory: Path, file: Path, *, force: bool = False, trust: bool = False) -> None:
     """Writes the file that ``strategy="ddp"`` would have written.
 
     Raises:
@@ -62,7 +50,7 @@ def consolidate(
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     check_target(file, force)
-    entries = read_metadata(directory, trust).state_dict_metadata.values()
+    entries = open_checked(directory, trust).metadata.state_dict_metadata.values()
     sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
     scratch = _Scratch(sizes)
     with _naming(file, "it was not written"):
@@ -70,14 +58,10 @@ def consolidate(
     with _naming(file, f"there is no room for {scratch.nbytes:,} bytes in a temporary file beside it"):
         scratch.open(file.absolute().parent)
     with contextlib.closing(scratch):
-        parts = read_directory_parts(directory, trust, scratch.tensor, progress)
-        content = content_of_file(parts)
-        part = file.with_name(f".{file.name}.incomplete")  # save_file's
-        with _watched(part, progress(f"writing {file.name}", scratch.nbytes), scratch.nbytes):
-            save_file(content, file)
+        save_file(content_of_file(read_directory_parts(directory, trust, scratch.tensor)), file)
 
 
-def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False, progress: Progress = silent) -> None:
+def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False) -> None:
     """Writes the parts of a file as a directory that every rank reads its part of.
 
     Args:
@@ -85,7 +69,6 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
         names: of the parameters of every optimizer that has any state.
         directory: to be made.
         force: replace a checkpoint that is there.
-        progress: called with the bytes of tensors.
 
     Raises:
         CheckpointError: if names are missing or wrong, or ``directory`` is there and not to be replaced.
@@ -118,12 +101,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
             shutil.rmtree(staged)
         try:
             staged.mkdir(parents=True)
-            _write(
-                state,
-                parts.extra | not_tensors(parts.models),
-                staged,
-                progress(f"writing {directory.name}", _nbytes(state)),
-            )
+            _write(state, parts.extra | not_tensors(parts.models), staged)
             replace_path(staged, directory)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)  # there is an error to be told already
@@ -142,22 +120,15 @@ def check_target(path: Path, force: bool) -> None:
         raise CheckpointError(f"{path} is already there: --force replaces it")
 
 
-def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path, advance: Advance) -> None:
+def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Telling(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            data = super().resolve_data(write_item)
-            advance(data.nbytes if isinstance(data, Tensor) else 0)
-            return data
 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*to save in a single process")
-            save(state, storage_writer=FileSystemWriter(staged), planner=Telling(), no_dist=True)
+            save(state, storage_writer=FileSystemWriter(staged), no_dist=True)
     except CheckpointException as error:  # a BaseException
         cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
         while not isinstance(cause, OSError) and (reason := cause.__cause__ or cause.__context__):
@@ -167,13 +138,6 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path, advance: 
         torch.save(extra, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _nbytes(state: Any) -> int:
-    if isinstance(state, Tensor):
-        return state.nbytes
-    values = state.values() if hasattr(state, "values") else state if isinstance(state, list) else ()
-    return sum(_nbytes(value) for value in values)
 
 
 class _Scratch:
@@ -221,27 +185,3 @@ def _naming(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, f"{what} ({error.strerror})", str(path)) from error
-
-
-@contextlib.contextmanager
-def _watched(path: Path, advance: Advance, total_bytes: int) -> Iterator[None]:
-    """Reports the growth of a file while torch.save writes it, and ``total_bytes`` at the end."""
-    ended = threading.Event()
-    seen = 0
-
-    def watch() -> None:
-        nonlocal seen
-        while not ended.wait(0.1):
-            with contextlib.suppress(FileNotFoundError):
-                size = min(path.stat().st_size, total_bytes)  # it is a little larger than what is in it
-                advance(size - seen)
-                seen = size
-
-    thread = threading.Thread(target=watch, name="megastrategy-progress")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    advance(total_bytes - seen)

@@ -12,16 +12,12 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..core import CheckpointError
-
-if TYPE_CHECKING:  # importing it takes half a second
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
+from ..core import CheckpointError, OpenDirectory, is_directory_checkpoint
+from .foreign_paths import check_readable, describe_folder
 
 _PATHS = {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 _OF_TORCH = {
@@ -63,34 +59,45 @@ def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> Checkpoin
     return CheckpointError(f"{path} holds {what}{remedy}")
 
 
-def directory_reader(path: Path, trust: bool) -> FileSystemReader:
-    """Makes torch's reader; it raises CheckpointError for a ``.metadata`` that needs ``trust``."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+def open_checked(path: Path, trust: bool) -> OpenDirectory:
+    """Opens a directory. Reading a value from it raises CheckpointError for one that needs ``trust``.
+
+    Raises:
+        CheckpointError: if it is no directory of torch.distributed.checkpoint, or its ``.metadata`` needs ``trust``.
+    """
+    if not is_directory_checkpoint(path):
+        check_readable(path)
+        what = describe_folder(path) if path.is_dir() else ""
+        raise CheckpointError(
+            f"{path} {what or 'is no complete sharded checkpoint: it has no .metadata, which is written last'}"
+        )
+    if trust:
+        return OpenDirectory(path)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # importing it takes half a second
+
+    file = path / ".metadata"
+    try:
+        with _refused(file), file.open("rb") as content:
+            _Unpickler(content).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}. Resume from another checkpoint") from error
 
     class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            if not trust:
-                file = path / ".metadata"
-                with _refused(file), file.open("rb") as content:
-                    _Unpickler(content).load()
-            return super().read_metadata(*args, **kwargs)
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            load = planner.load_bytes
 
-    return Reader(path)
-
-
-def load_planner(path: Path, trust: bool) -> type[DefaultLoadPlanner]:
-    """Makes torch's planner; it raises CheckpointError for a value that needs ``trust``."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    class Planner(DefaultLoadPlanner):
-        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            if not trust:
+            def load_checked(read_item: Any, value: io.BytesIO) -> None:
                 with _refused(path):
                     torch.load(value, weights_only=True)
                 value.seek(0)
-            super().load_bytes(read_item, value)
+                load(read_item, value)
 
-    return Planner
+            planner.load_bytes = load_checked
+            return super().read_data(plan, planner)
+
+    return OpenDirectory(path, Reader(path))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The optimizer's state in torch's formats, gathered from shards and cut into them."""
 
-from .completeness import describe_missing_elements, describe_missing_file
+from .completeness import describe_missing_file
 from .directory_reader import OpenDirectory, is_directory_checkpoint, open_directory
 from .directory_state import read_state, state_to_write
 from .full_state import load_full_state
@@ -24,7 +24,6 @@ __all__ = [
     "RemoteDirectory",
     "as_on_rank_zero",
     "completed_state",
-    "describe_missing_elements",
     "describe_missing_file",
     "extra_name",
     "has_main_params",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,9 @@ def open_directory(path: str | Path | RemoteDirectory | OpenDirectory) -> OpenDi
 class OpenDirectory:
     """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once."""
 
-    def __init__(self, path: Directory) -> None:
-        self.path = path
+    def __init__(self, path: Directory, reader: StorageReader | None = None) -> None:
+        """``reader``: of the directory; by default torch's own, which makes objects of any class."""
+        self.path, self._given = path, reader
 
     def __str__(self) -> str:
         return str(self.path)
@@ -74,19 +75,25 @@ class OpenDirectory:
         Raises:
             CheckpointError: if it is no complete checkpoint.
         """
-        return {str(place[0]) for place in (self.metadata.planner_data or {}).values()}
+        return {str(place[0]) for place in self._places.values()}
+
+    @property
+    def _places(self) -> Mapping[str, tuple[Any, ...]]:
+        """The place of each value (keys, outermost first) by its name in the format, in the order of the save."""
+        return self.metadata.planner_data or {name: (name,) for name in self.metadata.state_dict_metadata}
 
     def read(
         self,
-        key: str,
+        key: str | None,
         make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
     ) -> dict[str, Any]:
         """Reads the values under ``key`` of the outermost dictionary, nested as they were saved. Not collective.
 
         Args:
-            key: of the outermost dictionary.
+            key: of the outermost dictionary; None for all of it.
             make: returns the tensor to read into, given its place (keys, outermost first) and its metadata. A
-                :class:`FlatShard` reads only its part, None nothing. By default a full tensor in host memory.
+                :class:`FlatShard` reads only its part, a tensor on meta is returned unread, None omits the value. By
+                default a full tensor in host memory.
 
         Raises:
             CheckpointError: if the directory is not complete, or cannot be read.
@@ -95,7 +102,7 @@ class OpenDirectory:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         metadata = self.metadata
-        places = {name: place for name, place in (metadata.planner_data or {}).items() if str(place[0]) == key}
+        places = {name: place for name, place in self._places.items() if key is None or str(place[0]) == key}
         targets: dict[str, Any] = {}
         for name, place in places.items():
             saved = metadata.state_dict_metadata[name]
@@ -106,18 +113,19 @@ class OpenDirectory:
             target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             if target is not None:
                 targets[name] = target
-        if targets:
+        if read := {name: target for name, target in targets.items() if target is None or not target.is_meta}:
             reader = self._reader()
             reader.read_metadata = lambda *_: metadata  # type: ignore[method-assign]  # torch would load it again
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", ".*to load in a single process")  # as each rank does here
-                    state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
+                    state_dict_loader.load(read, storage_reader=reader, no_dist=True)
             except (Exception, api.CheckpointException) as error:  # CheckpointException is no Exception
-                raise CheckpointError(f"{self} cannot be read, {key!r} in it: {error!r}") from error
+                where = "" if key is None else f", {key!r} in it"
+                raise CheckpointError(f"{self} cannot be read{where}: {error!r}") from error
         nested: dict[str, Any] = {}
-        for name, value in targets.items():
-            _set(nested, places[name][1:], value)
+        for name, target in targets.items():
+            _set(nested, places[name][0 if key is None else 1 :], read.get(name, target))
         return nested
 
     def read_weights(self, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
@@ -144,6 +152,8 @@ class OpenDirectory:
         return self.read(key, make)
 
     def _reader(self) -> StorageReader:
+        if self._given is not None:
+            return self._given
         if isinstance(self.path, RemoteDirectory):
             from .remote_reader import RemoteReader
 
