@@ -279,6 +279,9 @@ class TorchftLink(core.ReplicaLink):
         state, self._received = self._received, None
         return state
 
+    def ask_ahead(self) -> None:
+        self._manager._client.ask_ahead(timeout=timedelta(seconds=self._patience_s))
+
     def _unreachable(self, error: Exception) -> core.CollectiveError:
         address = urllib.parse.urlsplit(self._lighthouse)
         try:
@@ -353,9 +356,27 @@ class _Client:
     def __init__(self, manager: Any, group: Any) -> None:
         self._manager, self._group, self._client = manager, group, manager._client
         self._members: list[str] = []
+        self._ahead: Future[Any] | None = None  # the answer to the Manager's next question
+
+    def ask_ahead(self, timeout: timedelta) -> None:
+        """Asks now what the Manager will ask in its next meeting."""
+        manager = self._manager
+        self._ahead = _InCallersThread().submit(
+            self._client._quorum,
+            group_rank=manager._group_rank,
+            step=manager.current_step(),
+            checkpoint_metadata=manager._checkpoint_transport.metadata(),
+            shrink_only=False,
+            timeout=timeout,
+            init_sync=manager._init_sync,
+            commit_failures=manager._commit_failures,
+        )
 
     def _quorum(self, **arguments: Any) -> Any:
-        quorum = self._client._quorum(**arguments)
+        ahead, self._ahead = self._ahead, None
+        quorum = None if ahead is None else ahead.result()
+        if quorum is None or (arguments["shrink_only"] and not set(quorum.replica_ids) <= set(self._members)):
+            quorum = self._client._quorum(**arguments)
         if quorum.heal or quorum.replica_ids != self._members:
             self._manager._quorum_id = -1
         self._members, self._group.step = quorum.replica_ids, quorum.max_step

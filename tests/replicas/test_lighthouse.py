@@ -140,12 +140,12 @@ def test_a_lighthouse_that_is_gone_is_named_by_each_rank(server: Lighthouse) -> 
     case = Case(of=1, ranks=2)
 
     def job(_: int, rank: int, __: str, collectives: Collectives) -> None:
-        num_meetings = 0
+        num_questions = 0
 
         def hook(point: str) -> None:
-            nonlocal num_meetings
-            num_meetings += point == "before meeting"
-            if (rank, point, num_meetings) == (0, "before meeting", 3):
+            nonlocal num_questions
+            num_questions += point == "question"
+            if (rank, point, num_questions) == (0, "question", 3):
                 server.kill()
 
         run = prepare(case, 0, rank, server.address, collectives, hook, patience_s=5.0)

@@ -267,17 +267,17 @@ def test_two_groups_that_made_equally_many_steps_are_found() -> None:
         )
 
         def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-            forwarder, num_meetings = stack.enter_context(contextlib.closing(Forwarder(both))), 0
+            forwarder, num_votes = stack.enter_context(contextlib.closing(Forwarder(both))), 0
 
             def hook(point: str) -> None:
-                nonlocal num_meetings
-                num_meetings += point == "before meeting"
-                if point == "before meeting" and num_meetings in (3, 7):
+                nonlocal num_votes
+                num_votes += point == "after vote"
+                if point == "after vote" and num_votes in (2, 6):
                     # As after a failed vote: groups get new numbers, which lighthouses have in common otherwise.
                     run.replicas.link._manager._commit_failures += 1  # type: ignore[attr-defined]
-                if (point, num_meetings) in {("before meeting", 4), ("before meeting again", 7)}:
+                if (point, num_votes) in {("question", 3), ("before meeting again", 7)}:
                     forwarder.switch(own[slot])
-                if (point, num_meetings) == ("before meeting", 7):
+                if (point, num_votes) == ("before meeting", 6):
                     forwarder.switch(both)
 
             run = prepare(case, slot, rank, forwarder.address, collectives, hook)

@@ -98,13 +98,7 @@ class HookedLink(TorchftLink):
             return state()
 
         super().join(ranks, serve)
-        receive = self._transport.recv_checkpoint
-
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            self.hook("asking")
-            return receive(*args, **kwargs)
-
-        self._transport.recv_checkpoint = ask
+        self._manager._client._client = _Questions(self._manager._client._client, self.hook)
 
     def _receive(self, state: Any) -> None:
         self.hook("taking")
@@ -134,6 +128,23 @@ class HookedLink(TorchftLink):
         self._manager.report_error(RuntimeError("injected"))
 
 
+class _Questions:
+    """torchft's client, with points before each question for the members, and before a request for their state."""
+
+    def __init__(self, client: Any, hook: Hook) -> None:
+        self._client, self._hook = client, hook
+
+    def _quorum(self, **arguments: Any) -> Any:
+        self._hook("question")
+        quorum = self._client._quorum(**arguments)
+        if quorum.heal:
+            self._hook("asking")
+        return quorum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 @dataclasses.dataclass
 class Run:
     """One rank's training, and what it did.
@@ -154,11 +165,15 @@ class Run:
     def train(self, on_step: Callable[[Run], None] = lambda run: None) -> None:
         for epoch in self.replicas.epochs(self.case.num_epochs):
             for batch in self.replicas.batches(self.case.batches(epoch, self.slot, self.rank)):
-                self.optimizer.zero_grad()
-                loss_of(self.model(batch)).backward()
-                self.steps.append((epoch, self.replicas.batch, self.replicas.members, not self.replicas.is_adopted))
-                self.optimizer.step()
+                self.train_on(batch)
                 on_step(self)
+
+    def train_on(self, batch: Tensor) -> None:
+        replicas = self.replicas
+        self.optimizer.zero_grad()
+        loss_of(self.model(batch)).backward()
+        self.steps.append((replicas.epoch, replicas.batch, replicas.members, not replicas.is_adopted))
+        self.optimizer.step()
 
     def outcome(self) -> dict[str, Any]:
         return {**outcome_of(self.module, self.optimizer), "steps": self.steps}

@@ -53,6 +53,11 @@ class ReplicaLink(ABC):
         """
 
     @abstractmethod
+    def ask_ahead(self) -> None:
+        """Asks for the members of the next meeting, if replicas may join in it, and waits for the answer, which
+        :meth:`meet` then takes. Collective over the replica's ranks."""
+
+    @abstractmethod
     def undo_meeting(self) -> None:
         """Goes back to the step before the last meeting, and leaves its group, whose members then fail at once."""
 

@@ -13,6 +13,12 @@ A batch may have several windows, one for each of several optimizers. A later on
 step of the one before: the replicas meet, and none joins. What a replica that did not step loses is then what an
 optimizer has changed, which it takes over, and never a gradient that is still to be stepped with.
 
+[Note: why the members are asked for ahead]
+A question to the lighthouse takes a millisecond. The worker asks it right after the vote, while the optimizer steps and
+the loop fetches its next batch. A member that ends after the answer is like one that ends in the window: its sums fail.
+While a replica is missing nothing is asked ahead: one that comes back would be a member from the answer on, and wait
+for the meeting, in which it gets the state, through a validation that may be longer than its time-outs.
+
 [Note: when the loop's state is taken]
 The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
 that is in the middle of a window loads it when its own program begins the next one, too: otherwise a schedule would
@@ -347,6 +353,8 @@ class Replicas:
             return False
         self._history = _chained(self._history, repr((self.link.step, self.members)))
         self._phase = "between"
+        if len(self.members) == self.of:  # otherwise one may join, and would wait for the meeting
+            self.worker.submit(self.link.ask_ahead)
         return True
 
     def meet_again(self) -> bool:
