@@ -18,12 +18,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from .cases import CASES, next_token_loss
 from .in_turns import time_in_turns
-from .processes import Rank, loopback_places, run_ranks
+from .processes import Rank, loopback_places, run_shown
 
 _NAME = "megastrategy_before"
 
@@ -74,11 +73,9 @@ def _engine(core: Any, case: Any) -> Callable[[Tensor], Tensor]:
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="In a turn.")
 def main(*, commit: str, case: str, rounds: int, steps: int) -> None:
     """The command."""
-    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("starting") as status:
+    with tempfile.TemporaryDirectory() as folder:
         copy_of(commit, Path(folder))
-        measured = run_ranks(
-            loopback_places(2), measure, folder, case, rounds, steps, on_word=lambda word: status.update(word)
-        )[0]
+        measured = run_shown(loopback_places(2), measure, folder, case, rounds, steps)[0]
     before, after = measured["times"][_NAME], measured["times"]["megastrategy"]
     lower, middle, upper = statistics.quantiles([new / old for new, old in zip(after, before, strict=True)], n=4)
     print(

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
-from .in_turns import Step, run_in_turns, time_in_turns, turns
+from .in_turns import Step, adamw, run_in_turns, time_in_turns, trained, turns
 from .processes import Rank
 
 _VOCABULARY, _WIDTH, _DEPTH, _TIME, _BATCH = 4096, 256, 4, 64, 4
@@ -104,24 +104,9 @@ def _model(mesh: DeviceMesh) -> Model:
     return Model(mesh["ep"])
 
 
-def _trained(model: nn.Module, optimizer: Any) -> Step:
-    def step(tokens: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(tokens)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, foreach=False)  # torch's own refuses lists of DTensors of two meshes
-
-
 def _ours(mesh: DeviceMesh, **options: Any) -> Step:
     model = DistributedDataParallel(_model(mesh), DistributedDataParallelConfig(**options), expert_mesh=mesh)
-    return _trained(model, DistributedOptimizer(_adamw(model.parameters()), model))
+    return trained(model, DistributedOptimizer(adamw(model.parameters()), model))
 
 
 def _fsdp2(mesh: DeviceMesh) -> Step:
@@ -133,7 +118,7 @@ def _fsdp2(mesh: DeviceMesh) -> Step:
         block.experts.set_gradient_divide_factor(mesh.size())  # type: ignore[union-attr, operator]
         block.experts.set_force_sum_reduction_for_comms(True)  # type: ignore[union-attr, operator]
         fully_shard(block, mesh=every, reshard_after_forward=False)
-    return _trained(fully_shard(model, mesh=every, reshard_after_forward=False), _adamw(model.parameters()))
+    return trained(fully_shard(model, mesh=every, reshard_after_forward=False), adamw(model.parameters()))
 
 
 _ENGINES: dict[str, Callable[[DeviceMesh], Step]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .measure import order_of_round
 from .network import INTERFACE, check_rate, shaped_network
-from .processes import Rank, loopback_places, namespace_places, run_ranks
-from .results import Spread
+from .processes import Rank, loopback_places, namespace_places, run_shown
+from .results import Spread, write_json
 
 Step = Callable[[Tensor], Tensor]
 """One step with a batch; returns the loss."""
@@ -47,6 +47,25 @@ def time_in_turns(rank: Rank, engines: Mapping[str, Step], batches: Tensor, num_
             times[name].append(spent.item())
             losses[name] = float(loss)
     return {"times": times, "losses": losses}
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The optimizer of all engines. torch's ``foreach`` refuses DTensors of two meshes, and beside Parameters."""
+    return torch.optim.AdamW(params, lr=1e-4, foreach=False)
+
+
+def trained(model: nn.Module, optimizer: Any) -> Step:
+    """A step of a model that returns its loss."""
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(tokens)
+        loss.backward()
+        optimizer.step()
+        loss = loss.detach()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    return step
 
 
 def turns(command: Callable[..., None]) -> Callable[..., None]:
@@ -77,14 +96,12 @@ def run_in_turns(
 ) -> None:
     """Runs ``measure`` on four ranks, with a network the first two of one machine and the others of another, and
     reports what it returns."""
-    console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         places = loopback_places(4)
         if network is not None:
             machines, address = stack.enter_context(shaped_network(2, check_rate(network)))
             places = namespace_places([machine for machine in machines for _ in range(2)], INTERFACE, address)
-        status = stack.enter_context(console.status("starting"))
-        ranks = run_ranks(places, measure, rounds, steps, on_word=lambda word: status.update(word))
+        ranks = run_shown(places, measure, rounds, steps)
     report(ranks[0], baseline, {"rounds": rounds, "steps": steps, "network": network}, out / file)
 
 
@@ -104,12 +121,6 @@ def report(measured: Mapping[str, Any], baseline: str, settings: Mapping[str, An
         ratios = Spread.of([mine / theirs for mine, theirs in zip(samples, times[baseline], strict=True)])
         spread = Spread.of(samples)
         figures[name] = {"step_ms": dataclasses.asdict(spread), "ratio": dataclasses.asdict(ratios)}
-        table.add_row(name, _shown(spread, 0), _shown(ratios, 2))
+        table.add_row(name, f"{spread:.0f}", f"{ratios:.2f}")
     Console().print(table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {**settings, "torch": torch.__version__, "losses": losses, **figures}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _shown(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.q1:.{digits}f} to {spread.q3:.{digits}f})"
+    write_json(path, {**settings, "torch": torch.__version__, "losses": losses, **figures})

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import megastrategy
 
 from .cases import gpt, next_token_loss
-from .processes import Rank, loopback_places, run_ranks
+from .processes import Rank, loopback_places, run_shown
 
 BASELINE, DISTURBED = "ddp", "ddp, weights rounded to bf16 at the start"
 ROUNDED: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -129,14 +129,10 @@ def _draw(curves: Mapping[str, list[Curve]], steps: int, path: Path) -> None:
 def main(*, only: tuple[str, ...], steps: int, seeds: int, ranks: int, out: Path) -> None:
     """The command."""
     curves: dict[str, list[Curve]] = {}
-    begun_s, console = time.perf_counter(), Console(stderr=True)
-    with console.status("starting") as status:
-        for seed in range(1, seeds + 1):
-            for name in (BASELINE, DISTURBED, *(only or ROUNDED)):
-                results = run_ranks(
-                    loopback_places(ranks), train, name, seed, steps, on_word=lambda word: status.update(word)
-                )
-                curves.setdefault(name, []).append(results[0])
+    begun_s = time.perf_counter()
+    for seed in range(1, seeds + 1):
+        for name in (BASELINE, DISTURBED, *(only or ROUNDED)):
+            curves.setdefault(name, []).append(run_shown(loopback_places(ranks), train, name, seed, steps)[0])
     table = Table(
         "", "held out, nats a byte", "% from ddp's, by seed", f"last {_NUM_LAST} steps", "% from ddp's, by seed"
     )

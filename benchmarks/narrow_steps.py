@@ -22,7 +22,7 @@ import megastrategy
 from megastrategy.core import memory_use
 
 from .measure import order_of_round
-from .processes import Rank, loopback_places, run_ranks
+from .processes import Rank, loopback_places, run_shown
 
 PLAIN = "fp32"
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -72,10 +72,7 @@ def measure(rank: Rank, kind: str, width: int, rounds: int) -> tuple[dict[str, l
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True)
 def main(*, kind: str, width: int, rounds: int) -> None:
     """The command."""
-    with Console(stderr=True).status("starting") as status:
-        times, held = run_ranks(
-            loopback_places(2), measure, kind, width, rounds, on_word=lambda word: status.update(word)
-        )[0]
+    times, held = run_shown(loopback_places(2), measure, kind, width, rounds)[0]
     numel = _LAYERS * (width * width + width)
     table = Table("", "main params and state, bytes a parameter a rank", "step, ms of processor time", "ratio to fp32")
     for name, of_way in times.items():

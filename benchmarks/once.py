@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import io
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +31,8 @@ import megastrategy
 from megastrategy._lightning import shared_signals
 
 from .measure import order_of_round
-from .processes import Rank, loopback_places, run_ranks
-from .results import Spread
+from .processes import Rank, loopback_places, run_shown
+from .results import Spread, write_json
 from .trainer_overhead import make_trainers_find
 
 
@@ -166,23 +165,18 @@ def time_in_turns(rank: Rank, num_params: int, num_rounds: int) -> dict[str, lis
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/bench"), show_default=True)
 def main(*, params: int, ranks: int, rounds: int, out: Path) -> None:
     """The command."""
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        results = run_ranks(
-            loopback_places(ranks), time_in_turns, params, rounds, on_word=lambda word: status.update(word)
-        )
+    results = run_shown(loopback_places(ranks), time_in_turns, params, rounds)
     table = Table("", "rank 0, ms", "processor time, ms", "the last rank, ms")  # rank 0 holds the store
     figures: dict[str, dict[str, Any]] = {}
     for name, costs in results[0].items():
         spreads = {field: Spread.of([getattr(cost, field) for cost in costs]) for field in ("wall_ms", "cpu_ms")}
         spreads["last_rank_wall_ms"] = Spread.of([cost.wall_ms for cost in results[-1][name]])
         figures[name] = {field: dataclasses.asdict(spread) for field, spread in spreads.items()}
-        table.add_row(name, *(f"{s.median:.0f} ({s.q1:.0f} to {s.q3:.0f})" for s in spreads.values()))
+        table.add_row(name, *(f"{spread:.0f}" for spread in spreads.values()))
     Console().print(table)
-    out.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "lightning": pl.__version__, "megastrategy": megastrategy.__version__}
     content = {"params": params, "ranks": ranks, "rounds": rounds, "versions": versions, "costs": figures}
-    (out / "once.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "once.json", content)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Pipeline
 
-from .in_turns import Step, run_in_turns, time_in_turns, turns
+from .in_turns import Step, adamw, run_in_turns, time_in_turns, turns
 from .processes import Rank
 from .tensor_parallel import Block
 
@@ -43,14 +43,10 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, foreach=False)
-
-
 def _ours(mesh: DeviceMesh, **options: Any) -> Step:
     net = Pipeline(_layers(), _SPLIT, loss=_loss, microbatches=_MICROBATCHES, mesh=mesh["pp"])
     model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), process_group=mesh.get_group("dp"))
-    optimizer = DistributedOptimizer(_adamw(model.parameters()), model)
+    optimizer = DistributedOptimizer(adamw(model.parameters()), model)
 
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -69,7 +65,7 @@ def _torchs(mesh: DeviceMesh, shard: Callable[[nn.Module], Any]) -> Step:
     module = nn.Sequential(*_layers()[first : first + _SPLIT[place]])
     for part in (*module, module):
         shard(part)
-    optimizer = _adamw(module.parameters())
+    optimizer = adamw(module.parameters())
     stage = PipelineStage(module, place, len(_SPLIT), torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, _MICROBATCHES, loss_fn=_loss)
 

@@ -114,6 +114,14 @@ def run_ranks(
             connection.close()
 
 
+def run_shown(places: list[Place], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Does what :func:`run_ranks` does, and shows the last word on stderr."""
+    from rich.console import Console  # of the waiting process only: ranks count their memory
+
+    with Console(stderr=True).status("starting") as status:
+        return run_ranks(places, function, *arguments, on_word=status.update)
+
+
 def _collect(connections: list[Any], on_word: Callable[[str], None]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(connections):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import multiprocessing
 import os
@@ -39,7 +38,7 @@ from megastrategy.core import Collectives, SingleRankCollectives
 from .cases import gpt, next_token_loss
 from .in_turns import Step, time_in_turns
 from .processes import Rank, loopback_places, run_ranks
-from .results import Spread
+from .results import Spread, write_json
 
 _HEARTBEAT_S, _SKEW_S = 1.0, 30.0
 _CONTEXT = 128
@@ -189,19 +188,15 @@ def _report_steps(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     spreads["added ms"] = Spread.of([ours - theirs for ours, theirs in both])
     table = Table(f"a step of about {name}", "median (quartiles)")
     for what, spread in spreads.items():
-        table.add_row(what, _shown(spread, 3 if what == "ratio" else 1))
+        table.add_row(what, f"{spread:{'.3f' if what == 'ratio' else '.1f'}}")
     for engine, spread in measured["processor"].items():
-        table.add_row(f"{engine}, processor time", _shown(Spread(**spread), 1))
+        table.add_row(f"{engine}, processor time", f"{Spread(**spread):.1f}")
     for what, spread in measured["calls"].items():
-        table.add_row(f"{what}, ms", _shown(Spread(**spread), 2))
+        table.add_row(f"{what}, ms", f"{Spread(**spread):.2f}")
     Console().print(table)
     return {what: dataclasses.asdict(spread) for what, spread in spreads.items()} | {
         name: measured[name] for name in ("processor", "calls")
     }
-
-
-def _shown(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.q1:.{digits}f} to {spread.q3:.{digits}f})"
 
 
 # --- kills -----------------------------------------------------------------------------------------------------------
@@ -333,7 +328,7 @@ def _report_kills(found: Outages) -> None:
     }
     table = Table(f"{len(found.after)} kills, heartbeat_s={_HEARTBEAT_S:g}", "ms: median (quartiles)", "largest")
     for what, samples in rows.items():
-        table.add_row(what, _shown(Spread.of(samples), 0), f"{max(samples):.0f}")
+        table.add_row(what, f"{Spread.of(samples):.0f}", f"{max(samples):.0f}")
     Console().print(table)
 
 
@@ -353,24 +348,15 @@ def main(*, cases: tuple[str, ...], rounds: int, steps: int, kills: int, out: Pa
         for name in cases:
             server = start_lighthouse("[::]:0", heartbeat_s=5.0, skew_s=120.0)
             address = f"http://localhost:{server.address().rpartition(':')[2]}"
-            ranks = run_ranks(
-                loopback_places(2),
-                measure_steps,
-                name,
-                address,
-                rounds,
-                steps,
-                on_word=lambda word: status.update(word),
-            )
+            ranks = run_ranks(loopback_places(2), measure_steps, name, address, rounds, steps, on_word=status.update)
             server.shutdown()
             figures[name] = _report_steps(name, ranks[0])
         if kills:
-            found = Outages.of(*measure_kills(cases[0], kills, lambda word: status.update(word)))
+            found = Outages.of(*measure_kills(cases[0], kills, status.update))
             figures["kills"] = dataclasses.asdict(found)
             _report_kills(found)
     figures |= {"torch": torch.__version__, "megastrategy": megastrategy.__version__, "load after": os.getloadavg()}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "replicas.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "replicas.json", figures)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,4 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _spread(spread: Spread | None, digits: int) -> str:
-    if spread is None:
-        return ""
-    return f"{spread.median:,.{digits}f} ({spread.q1:,.{digits}f} to {spread.q3:,.{digits}f})"
+    return "" if spread is None else f"{spread:,.{digits}f}"

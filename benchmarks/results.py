@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .cases import Case
@@ -35,6 +37,16 @@ class Spread:
             return cls(samples[0], samples[0], samples[0], list(samples))
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, q1, q3, list(samples))
+
+    def __format__(self, form: str) -> str:
+        """Writes median and quartiles, each in a format like ``.2f``."""
+        return f"{self.median:{form}} ({self.q1:{form}} to {self.q3:{form}})"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes figures to a file, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)

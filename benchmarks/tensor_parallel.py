@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
-from .in_turns import Step, run_in_turns, time_in_turns, turns
+from .in_turns import Step, adamw, run_in_turns, time_in_turns, trained, turns
 from .processes import Rank
 
 _VOCABULARY, _WIDTH, _DEPTH, _TIME, _BATCH = 8192, 384, 4, 64, 2
@@ -73,38 +73,17 @@ def _cut(mesh: DeviceMesh) -> Model:
     return model
 
 
-def _whole(loss: Tensor) -> Tensor:
-    """All of a loss."""
-    full: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    return full
-
-
-def _trained(model: nn.Module, optimizer: Any) -> Step:
-    def step(tokens: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(tokens)
-        loss.backward()
-        optimizer.step()
-        return _whole(loss.detach())
-
-    return step
-
-
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, foreach=False)  # torch's own refuses lists of Parameters and DTensors
-
-
 def _ours(mesh: DeviceMesh, **options: Any) -> Step:
     config = DistributedDataParallelConfig(**options)
     model = DistributedDataParallel(_cut(mesh), config, process_group=mesh.get_group("dp"))
-    return _trained(model, DistributedOptimizer(_adamw(model.parameters()), model))
+    return trained(model, DistributedOptimizer(adamw(model.parameters()), model))
 
 
 def _fsdp2(mesh: DeviceMesh) -> Step:
     model = _cut(mesh)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
-    return _trained(model, _adamw(model.parameters()))
+    return trained(model, adamw(model.parameters()))
 
 
 def _replicate(mesh: DeviceMesh) -> Step:
@@ -113,7 +92,7 @@ def _replicate(mesh: DeviceMesh) -> Step:
     model = _cut(mesh)
     for part in (*model.blocks, model):
         replicate(part, mesh=mesh["dp"])
-    return _trained(model, _adamw(model.parameters()))
+    return trained(model, adamw(model.parameters()))
 
 
 _ENGINES: dict[str, Callable[[DeviceMesh], Step]] = {

@@ -8,7 +8,6 @@ The model and the optimizer are the same, and the turns are taken in the same pr
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -31,8 +30,8 @@ import megastrategy
 from .cases import CASES, Case
 from .engines import ENGINES
 from .measure import order_of_round, train_step
-from .processes import Rank, loopback_places, run_ranks
-from .results import Spread
+from .processes import Rank, loopback_places, run_shown
+from .results import Spread, write_json
 
 _WARM_UP_STEPS = 5
 _ENGINES = {"ddp": "ddp", "megatron_ddp": "ours"}
@@ -174,22 +173,17 @@ def overhead(ranks: list[dict[str, list[Block]]], strategy: str, field: str) -> 
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/bench"), show_default=True)
 def main(*, name: str, ranks: int, rounds: int, steps: int, out: Path) -> None:
     """The command."""
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        results = run_ranks(
-            loopback_places(ranks), time_in_turns, CASES[name], rounds, steps, on_word=lambda word: status.update(word)
-        )
+    results = run_shown(loopback_places(ranks), time_in_turns, CASES[name], rounds, steps)
     table = Table("strategy", "Trainer adds, ms a step", "of it processor time, ms")
     figures: dict[str, dict[str, Any]] = {}
     for strategy in _ENGINES:
         spreads = {field: overhead(results, strategy, field) for field in ("step_ms", "cpu_ms")}
         figures[strategy] = {field: dataclasses.asdict(spread) for field, spread in spreads.items()}
-        table.add_row(strategy, *(f"{s.median:.2f} ({s.q1:.2f} to {s.q3:.2f})" for s in spreads.values()))
+        table.add_row(strategy, *(f"{spread:.2f}" for spread in spreads.values()))
     Console().print(table)
-    out.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "lightning": pl.__version__, "megastrategy": megastrategy.__version__}
     content = {"case": name, "ranks": ranks, "rounds": rounds, "steps": steps, "versions": versions, **figures}
-    (out / "trainer_overhead.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "trainer_overhead.json", content)
 
 
 if __name__ == "__main__":
