@@ -109,19 +109,18 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     """
     path = folder / DIRECTORY
     directory = OpenDirectory(path)
-    wanted = [_key("model", number) for number in range(len(models))]
-    wanted += [_key("optimizer", number) for number in range(len(optimizers))]
+    keys = [_key("model", number) for number in range(len(models))]
+    optimizer_keys = [_key("optimizer", number) for number in range(len(optimizers))]
     # everything is checked before the first model is changed
-    missing = [key for key in wanted if key not in directory.keys]
+    missing = [key for key in keys + optimizer_keys if key not in directory.keys]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory.keys)}")
     # of a module the values that torch.load accepts by default: tensors, numbers, text and their containers
     apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
-    keys = [_key("model", number) for number in range(len(models))]
     weights = [directory.read_weights(key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
-    for number, (model, values) in enumerate(zip(models, weights, strict=True)):
-        check_module_state(model, values, True, f"{_key('model', number)!r} in {path}", {cut_in_place})
-    read = [item.read_sharded(directory, _key("optimizer", number)) for number, item in enumerate(optimizers)]
+    for key, model, values in zip(keys, models, weights, strict=True):
+        check_module_state(model, values, True, f"{key!r} in {path}", {cut_in_place})
+    read = [item.read_sharded(directory, key) for item, key in zip(optimizers, optimizer_keys, strict=True)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)
     for apply in read:  # after the weights, whose rounded values would otherwise replace the main params

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .._checkpoints.files import save_file
-from ..core import DistributedOptimizer, dtensors_of
-from .checkpoint import MAIN_PARAMS_FILE, load_main_params
+from ..core import dtensors_of
+from .checkpoint import MAIN_PARAMS_FILE, load_main_params, sharded_inside
 from .tensor_parallel import full_state, load_full_states
 
 
@@ -30,7 +30,7 @@ def wrap_trainer() -> None:
     save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
     def save_on_all_ranks(self: Any, output_dir: str) -> None:
-        optimizer = _distributed(self)
+        optimizer = sharded_inside(self.optimizer)
         if optimizer is None:
             save(self, output_dir)
             return
@@ -49,7 +49,7 @@ def wrap_trainer() -> None:
     def load_with_main_params(self: Any, checkpoint: str | None) -> None:
         load(self, checkpoint)
         if checkpoint is not None:
-            load_main_params(Path(checkpoint), [_distributed(self)])
+            load_main_params(Path(checkpoint), [sharded_inside(self.optimizer)])
 
     train = trainer.train
 
@@ -85,12 +85,6 @@ def _wrap_weights(trainer: Any) -> None:
         load_weights(self, checkpoint, model)
 
     trainer._save, trainer._load_from_checkpoint = save_full, load_full
-
-
-def _distributed(trainer: Any) -> DistributedOptimizer | None:
-    """Returns the sharded optimizer inside of accelerate's, or None."""
-    inner = getattr(trainer.optimizer, "optimizer", None)
-    return inner if isinstance(inner, DistributedOptimizer) else None
 
 
 def _is_cut(trainer: Any) -> bool:
