@@ -40,36 +40,31 @@ _CALLS = {
 _NUM_FACTS = 3
 
 
-class CallCheck:
-    """Compares the calls of all ranks before any of them goes on.
+def compare_calls(collectives: Collectives, call: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
+    """Returns the maximum over ranks of each of three facts, when all ranks have come to ``call``.
 
     Args:
         collectives: between host memories, used for nothing else: a rank that makes a different call would otherwise
             meet a message of a different size, at which gloo ends the process.
+        call: one of :data:`_CALLS`.
+        facts: of this rank.
+
+    Raises:
+        CollectiveError: if some rank came to another, or does not come.
     """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-
-    def compare(self, call: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
-        """Returns the maximum over ranks of each of three facts, when all ranks have come to ``call``.
-
-        Raises:
-            CollectiveError: if some rank came to another, or does not come.
-        """
-        # The maximum has a mark for each call that some rank is about to make: more than one is a mismatch.
-        count_barrier(f"a check of all ranks: it {_CALLS[call]}")
-        marks_and_facts = torch.tensor([*(call == name for name in _CALLS), *facts], device="cpu")
-        self.collectives.all_reduce_max(marks_and_facts).wait()
-        marks: list[int] = marks_and_facts.tolist()
-        others = [does for (name, does), mark in zip(_CALLS.items(), marks, strict=False) if mark and name != call]
-        if others:
-            raise CollectiveError(
-                f"rank {self.collectives.rank} of {self.collectives.size}: this rank {_CALLS[call]}, and another "
-                f"{' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some ranks "
-                "only: all ranks save and log, and Lightning writes on rank 0"
-            )
-        return marks[-_NUM_FACTS:]
+    # The maximum has a mark for each call that some rank is about to make: more than one is a mismatch.
+    count_barrier(f"a check of all ranks: it {_CALLS[call]}")
+    marks_and_facts = torch.tensor([*(call == name for name in _CALLS), *facts], device="cpu")
+    collectives.all_reduce_max(marks_and_facts).wait()
+    marks: list[int] = marks_and_facts.tolist()
+    others = [does for (name, does), mark in zip(_CALLS.items(), marks, strict=False) if mark and name != call]
+    if others:
+        raise CollectiveError(
+            f"rank {collectives.rank} of {collectives.size}: this rank {_CALLS[call]}, and another "
+            f"{' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some ranks "
+            "only: all ranks save and log, and Lightning writes on rank 0"
+        )
+    return marks[-_NUM_FACTS:]
 
 
 class CheckedCollectives:
@@ -79,7 +74,7 @@ class CheckedCollectives:
 
     Attributes:
         engine: of the last fit.
-        call_check: None on one rank.
+        call_check: the collectives of :func:`compare_calls`; None on one rank.
         store_gather: the exchange after the present exception; several callbacks may save, and ranks count their
             exchanges, so it is kept.
     """
@@ -87,18 +82,18 @@ class CheckedCollectives:
     def __init__(self, strategy: Any, mesh: ModelMesh) -> None:
         self._strategy, self._mesh = strategy, mesh  # a TrainerStrategy, whose module imports this one
         self.engine: Engine | None = None
-        self.call_check: CallCheck | None = None
+        self.call_check: Collectives | None = None
         self.store_gather: StoreAllGather | None = None
 
     def start(self) -> None:
         """Checks collectives from now on, since all ranks are about to set something up. Collective."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self.call_check = CallCheck(call_check_collectives(self._strategy.root_device))
+            self.call_check = call_check_collectives(self._strategy.root_device)
 
     def stop(self) -> None:
         """Leaves collectives to Lightning from now on."""
         if self.call_check is not None:
-            self.call_check.collectives.close()
+            self.call_check.close()
             self.call_check = None
 
     def give_up(self) -> None:
@@ -113,7 +108,7 @@ class CheckedCollectives:
             CollectiveError: if some rank is not, or does not come.
         """
         if self.call_check is not None:
-            self.call_check.compare(call)
+            compare_calls(self.call_check, call)
 
     def check_on_host(self, call: str, tensor: Any, group: Any = None) -> None:
         """Checks a collective over all ranks, if ``tensor`` is on the host.

@@ -26,7 +26,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .checked_collectives import CallCheck
+from ..core import Collectives
+from .checked_collectives import compare_calls
 from .replaced_methods import ReplacedMethods
 from .shared_signals import SharedSignals
 
@@ -41,7 +42,7 @@ class SignalAgreement:
 
     Args:
         trainer: the Trainer, before it registers its signal handlers.
-        call_check: the ranks agree by it before a batch; None on one rank.
+        call_check: the collectives by which ranks agree before a batch; None on one rank.
         sigterm_exception: raised by Lightning for SIGTERM.
         replicas: meet before a batch, when no signal stops this one.
     """
@@ -49,7 +50,7 @@ class SignalAgreement:
     def __init__(
         self,
         trainer: Any,
-        call_check: CallCheck | None,
+        call_check: Collectives | None,
         sigterm_exception: type[BaseException],
         replicas: TrainerReplicas,
     ) -> None:
@@ -186,7 +187,7 @@ class SignalAgreement:
     def _agree(self) -> None:
         assert self._call_check is not None
         facts = [self._terminated, self._num_requeues, self._requeue_signal]
-        terminated, num_requeues, requeue_signal = self._call_check.compare("batch", facts)
+        terminated, num_requeues, requeue_signal = compare_calls(self._call_check, "batch", facts)
         self._requeue(num_requeues, requeue_signal)
         if terminated:
             self._connector.received_sigterm = True
