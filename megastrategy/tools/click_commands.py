@@ -1,4 +1,4 @@
-"""Commands whose help begins with an example, and whose usage errors are one line."""
+"""Commands whose help begins with an example, and whose usage errors are one line; settings that several share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+
+ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False, "show_default": True}
+"""The context settings of a command whose last argument is a script, followed by the script's own arguments."""
+
+is_module_option = click.option(
+    "--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
+)
 
 
 class Command(click.Command):

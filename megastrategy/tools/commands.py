@@ -6,16 +6,15 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import click
-from rich.console import Console
 
 from .. import __version__
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .checkpoint_parts import read_file
-from .click_commands import Command, Group
+from .click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, Group, is_module_option
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
 from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, write_config
@@ -23,7 +22,7 @@ from .param_names import names_from, names_from_module, names_in_file
 from .plan.command import plan_command
 from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
-from .rendering import render
+from .rendering import render, show
 from .replicas import ReplicasError, check_timeouts, run_replicas
 from .short_runs import run_with_size
 from .summary import FILE, SummaryError, read_summary, verdicts
@@ -35,6 +34,12 @@ _PATH = click.Path(path_type=Path)
 _existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _existing_directory = click.Path(exists=True, file_okay=False, path_type=Path)
 _trust = click.option("--trust", is_flag=True, help="Load objects of any class, which can run code from the file.")
+_script = click.argument("script")
+_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+_num_ranks = click.option(
+    "--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine."
+)
+_skip = click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
 _force = click.option("--force", is_flag=True, help="Replace a file or checkpoint that is already there.")
 
 
@@ -91,9 +96,7 @@ def checkpoint() -> None:
 @_expected_failures
 def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
     """Show the contents of the file or directory PATH, and which strategies load it. Reads no tensor's data."""
-    console = _console()
-    for renderable in render(inspect_checkpoint(path, trust), None if everything else depth):
-        console.print(renderable)
+    show(*render(inspect_checkpoint(path, trust), None if everything else depth))
 
 
 @checkpoint.command("consolidate", cls=Command, example="megastrategy checkpoint consolidate step=7.ckpt one.ckpt")
@@ -191,27 +194,19 @@ def config_command(file: Path, force: bool) -> None:
     "profile",
     cls=Command,
     example="megastrategy profile --nproc-per-node 2 --steps 10 train.py --epochs 1",
-    # arguments after the script are the script's
-    context_settings={"allow_interspersed_args": False, "show_default": True},
+    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
 )
 @click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps to record.")
-@click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
+@_skip
 @click.option("--out", type=_PATH, default=Path("profile"), help="Folder for records and pictures.")
-@click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
+@_num_ranks
 @click.option("--compare", "earlier", type=_existing_file, help=f"The {FILE} of an earlier profile, to compare with.")
-@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@is_module_option
+@_script
+@_arguments
 @_expected_failures
 def profile_command(
-    script: str,
-    arguments: tuple[str, ...],
-    is_module: bool,
-    num_ranks: int,
-    out: Path,
-    skip: int,
-    steps: int,
-    earlier: Path | None,
+    script: str, arguments: tuple[str, ...], out: Path, skip: int, earlier: Path | None, **options: Any
 ) -> None:
     """Run SCRIPT as torchrun does, and show the time of its communication and how much computation hides.
 
@@ -221,18 +216,16 @@ def profile_command(
     the link, or a rank that is late. The folder then has timeline.png, trace.json for Perfetto, summary.json,
     and the events of each rank.
     """
-    _check_script(script, is_module)
+    _check_script(script, options["is_module"])
     before = None if earlier is None else read_summary(earlier)  # it may be the one that this run replaces
-    done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
-    console = _console()
+    done = run_script(script, arguments, out, skip=skip, **options)
     # also of a script that failed later: its record may show why
     if has_steps(done.ranks):
-        for renderable in tables(done.ranks):
-            console.print(renderable)
+        show(*tables(done.ranks))
         for line in write_files(done.ranks, out, script):
             click.echo(line)
         if before is not None:
-            console.print(comparison_table(before, read_summary(out / FILE)))
+            show(comparison_table(before, read_summary(out / FILE)))
         for verdict in verdicts(done.ranks):
             click.echo(verdict.sentence)
     elif not done.failure:
@@ -245,27 +238,19 @@ def profile_command(
     "tune",
     cls=Command,
     example="megastrategy tune --size 1000000 --size 4000000 train.py",
-    # arguments after the script are the script's
-    context_settings={"allow_interspersed_args": False, "show_default": True},
+    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
 )
 @click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Elements in a bucket; several times.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, help="Runs with each size.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, help="Steps to time in a run.")
-@click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
-@click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
-@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_skip
+@_num_ranks
+@is_module_option
+@_script
+@_arguments
 @_expected_failures
 def tune_command(
-    script: str,
-    arguments: tuple[str, ...],
-    is_module: bool,
-    num_ranks: int,
-    skip: int,
-    steps: int,
-    rounds: int,
-    sizes: tuple[int, ...],
+    script: str, arguments: tuple[str, ...], is_module: bool, rounds: int, sizes: tuple[int, ...], **options: Any
 ) -> None:
     """Train SCRIPT's first steps with several bucket sizes, and say whether one is worth writing down.
 
@@ -273,11 +258,9 @@ def tune_command(
     that it writes until then are written each time. Without --size it runs with one, about four, 16 and 64 buckets.
     """
     _check_script(script, is_module)
-    run = functools.partial(
-        run_with_size, script, arguments, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps
-    )
+    run = functools.partial(run_with_size, script, arguments, is_module=is_module, **options)
     times = compare_sizes(run, sizes, rounds, functools.partial(click.echo, err=True))
-    _console().print(sizes_table(times))
+    show(sizes_table(times))
     click.echo(advice(best_of(times), by_launcher=is_module and script == LAUNCHER))
 
 
@@ -285,8 +268,7 @@ def tune_command(
     "replicas",
     cls=Command,
     example="megastrategy replicas --of 2 --ranks 2 train.py --epochs 3",
-    # arguments after the script are the script's
-    context_settings={"allow_interspersed_args": False, "show_default": True},
+    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
 )
 @click.option("--of", type=click.IntRange(min=1), default=2, help="Replicas.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(min=1), default=1, help="Processes of each replica.")
@@ -294,20 +276,18 @@ def tune_command(
 @click.option("--heartbeat", "heartbeat_s", default=5.0, help="Seconds of silence that mean that a replica is dead.")
 @click.option("--skew", "skew_s", default=60.0, help="Seconds by which a replica may be later than another.")
 @click.option("--patience", "patience_s", default=600.0, help="Seconds to wait for missing replicas.")
-@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@is_module_option
+@_script
+@_arguments
 @_expected_failures
 def replicas_command(
     script: str,
     arguments: tuple[str, ...],
     is_module: bool,
-    of: int,
-    num_ranks: int,
-    restarts: int,
     heartbeat_s: float,
     skew_s: float,
     patience_s: float,
+    **options: Any,
 ) -> None:
     """Run SCRIPT in several replicas on this machine, which may fail and come back.
 
@@ -325,13 +305,11 @@ def replicas_command(
             script,
             arguments,
             is_module=is_module,
-            of=of,
-            num_ranks=num_ranks,
-            restarts=restarts,
             heartbeat_s=heartbeat_s,
             skew_s=skew_s,
             patience_s=patience_s,
             log=functools.partial(click.echo, err=True),
+            **options,
         )
     except KeyboardInterrupt as error:
         raise click.ClickException(f"{script} was interrupted") from error
@@ -343,8 +321,3 @@ root.add_command(plan_command)
 def _check_script(script: str, is_module: bool) -> None:
     if not is_module and not Path(script).is_file():
         raise click.UsageError(f"the script {script} does not exist")
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=1000)  # piped output is not cut

@@ -10,11 +10,10 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from .gaps import GapTimes, gap_times, gaps_of
 from .pictures import chrome_trace, plot
-from .rendering import size
+from .rendering import new_table, size
 from .summary import FILE, compare, models_of, summary
 from .timeline import ModelEvents, RankEvents, average, bucket_times
 from .tuning import SizeTimes
@@ -70,7 +69,7 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
 
 def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     """Returns a row for each part of a step, of two summaries."""
-    table = _new_table("ms a step, compared", "", "before", "now", "difference", "ratio")
+    table = new_table("ms a step, compared", "", "before", "now", "difference", "ratio")
     for name, then, now in compare(before, after):
         ratio = f"{now / then:.2f}" if then > 0 else ""
         table.add_row(name, f"{then:.2f}", f"{now:.2f}", f"{now - then:+.2f}", ratio)
@@ -79,7 +78,7 @@ def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Tab
 
 def sizes_table(times: Sequence[SizeTimes]) -> Table:
     """Returns a row for each bucket size."""
-    table = _new_table("", "bucket_size", "buckets", "step ms", "to the default's", "from", "to")
+    table = new_table("", "bucket_size", "buckets", "step ms", "to the default's", "from", "to")
     for each in times:
         table.add_row(
             "default" if each.bucket_size is None else f"{each.bucket_size:_}",
@@ -92,7 +91,7 @@ def sizes_table(times: Sequence[SizeTimes]) -> Table:
 
 def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:
     columns = ("rank", "steps", "step ms", "exposed ms", "of it gradients", "parameters", "exposed share")
-    table = _new_table(title, *columns)
+    table = new_table(title, *columns)
     for rank, model in models:
         mean = average(model.steps)
         exposed = (mean.exposed_ms, mean.exposed_gradients_ms, mean.exposed_parameters_ms)
@@ -108,7 +107,7 @@ def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table
 
 def _buckets_table(rank: int, model: ModelEvents) -> Table:
     columns = ("bucket", "", "bytes", "ms on the wire", "launch to done ms", "hidden share")
-    table = _new_table(f"buckets, on rank {rank}", *columns)
+    table = new_table(f"buckets, on rank {rank}", *columns)
     for times in bucket_times(model):
         table.add_row(
             str(times.bucket),
@@ -122,16 +121,7 @@ def _buckets_table(rank: int, model: ModelEvents) -> Table:
 
 
 def _gaps_table(rank: int, times: Sequence[GapTimes]) -> Table:
-    table = _new_table(f"gaps, on rank {rank}", "", "how many", "ms each", "ms in all")
+    table = new_table(f"gaps, on rank {rank}", "", "how many", "ms each", "ms in all")
     for each in times:
         table.add_row(each.name, str(each.count), f"{each.median_ms:.2f}", f"{each.total_ms:.1f}")
-    return table
-
-
-def _new_table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0)
-    )
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
     return table

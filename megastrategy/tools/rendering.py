@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -38,10 +38,19 @@ def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
         f"on the disk {contents.disk_bytes:,} bytes"
     )
     yield ""
-    table = _new_table("", "loads with", "how")
+    table = new_table("", "loads with", "how")
     for who, how in loads_with(contents):
         table.add_row(Text(who), Text(how))
     yield table
+
+
+def show(*renderables: RenderableType) -> None:
+    """Prints on stdout; piped output is not cut."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)
+    for renderable in renderables:
+        console.print(renderable)
 
 
 def size(nbytes: int) -> str:
@@ -98,7 +107,7 @@ def _state_by_parameter(optimizers: Iterable[OptimizerContents]) -> dict[str, st
 
 def _table(title: str, entries: list[Entry], depth: int | None, states: dict[str, str]) -> Table:
     if depth is None:
-        table = _new_table(title, "name", "shape", "dtype", "bytes", "optimizer state")
+        table = new_table(title, "name", "shape", "dtype", "bytes", "optimizer state")
         for entry in entries:
             shared = f" (shared with {entry.shared_with})" if entry.shared_with else ""
             table.add_row(
@@ -114,7 +123,7 @@ def _table(title: str, entries: list[Entry], depth: int | None, states: dict[str
 
 def _optimizer_table(optimizer: OptimizerContents, depth: int | None) -> Table:
     if depth is None:
-        table = _new_table("", "parameter", "state", "shape", "dtype", "bytes")
+        table = new_table("", "parameter", "state", "shape", "dtype", "bytes")
         for entry in optimizer.entries:
             table.add_row(Text(entry.owner), Text(entry.what), _shape(entry), _dtype(entry.dtype), f"{entry.nbytes:,}")
         return table
@@ -122,7 +131,7 @@ def _optimizer_table(optimizer: OptimizerContents, depth: int | None) -> Table:
 
 
 def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
-    table = _new_table(title, first, "tensors", "elements", "dtype", "bytes")
+    table = new_table(title, first, "tensors", "elements", "dtype", "bytes")
     groups: dict[tuple[str, torch.dtype], list[Entry]] = {}
     for name, entry in rows:
         groups.setdefault((name, entry.dtype), []).append(entry)
@@ -135,14 +144,17 @@ def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
     return table
 
 
-def _new_table(title: str, *columns: str) -> Table:
+_TEXT = ("", "name", "parameter", "state", "shape", "dtype", "optimizer state", "loads with", "how")
+"""The columns that are no numbers."""
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Returns a table without lines. Columns of numbers are aligned to the right."""
     table = Table(
         title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0)
     )
     for column in columns:
-        table.add_column(
-            column, justify="right" if column in ("tensors", "elements", "bytes") else "left", overflow="fold"
-        )
+        table.add_column(column, justify="left" if column in _TEXT else "right", overflow="fold")
     return table
 
 

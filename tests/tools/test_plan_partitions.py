@@ -23,7 +23,7 @@ from megastrategy.tools.plan import search as search_module
 from megastrategy.tools.plan.cards import KNOWN, parse_cards
 from megastrategy.tools.plan.layers import measure_layers
 from megastrategy.tools.plan.partitions import NothingFitsError, plan_of
-from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms
+from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms, timeline
 from megastrategy.tools.plan.search import Question, search, waste
 from megastrategy.tools.plan.stage_memory import Layer, stages_from
 from tests.tools.planned_questions import by_brute_force, random_question
@@ -63,8 +63,8 @@ def simulated() -> list[float]:
     for number, row in enumerate(ROWS):
         m = 4 if number < 8 else 8
         forward, backward, sync = (list(map(float, text.split())) for text in row[4:])
-        stages = [StageTimes(f / m, b / m, s) for f, b, s in zip(forward, backward, sync, strict=True)]
-        found.append(step_ms(stages, m))
+        spans = timeline([StageTimes(f / m, b / m) for f, b in zip(forward, backward, strict=True)], m)
+        found.append(max(span.end_ms + sync[span.card] for span in spans))  # it follows a card's last backward
     return found
 
 

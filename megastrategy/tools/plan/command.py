@@ -16,10 +16,10 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 from torch import Tensor, nn
 
-from ..click_commands import Command
+from ..click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, is_module_option
+from ..rendering import show
 from .cards import Card, parse_cards
 from .layers import first_line
 from .links import parse_flops, parse_link
@@ -47,8 +47,7 @@ class _Plan(Command):
     "plan",
     cls=_Plan,
     example="megastrategy plan --ranks 8,64 --device-memory 24GiB train.py --epochs 3",
-    # arguments after the script are the script's
-    context_settings={"allow_interspersed_args": False, "show_default": True},
+    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
 )
 @click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
 @click.option("--device-memory", "memory", default="80GiB", help="Of one device, with its unit.")
@@ -60,7 +59,7 @@ class _Plan(Command):
 )
 @click.option("--values", "computes", is_flag=True, help="Compute the step, and do not only look at its shapes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@is_module_option
 @click.option("--cards", help="Cut SCRIPT, a module:layers, for these: 3090:2,2080ti:1, or mine=24GB@35.6TFLOPS:2.")
 @click.option("--batch", help="With --cards: a microbatch, or a function that returns one, as module:name.")
 @click.option("--microbatches", type=click.IntRange(min=1), default=4, help="With --cards: of a step.")
@@ -185,9 +184,9 @@ def _plan_ranks(
         click.echo(json.dumps(content | ({"time": time_json(training, predictions)} if training else {}), indent=2))
         return
     if steps:
-        _print(*memory_tables(steps, device_bytes))
+        show(*memory_tables(steps, device_bytes))
     if training is not None:
-        _print(*time_tables(training, predictions))
+        show(*time_tables(training, predictions))
 
 
 def _check_speed_options(link: str | None, node_link: str | None, flops: str | None, profile: Path | None) -> None:
@@ -254,7 +253,7 @@ def _plan_partitions(
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         by_schedule = ", ".join(f"{schedule} {ms:,.1f} ms" for schedule, ms in found.step_times.items())
-        _print(partition_table(found, devices), found.why, f"this cut by schedule: {by_schedule}")
+        show(partition_table(found, devices), found.why, f"this cut by schedule: {by_schedule}")
 
 
 def _draw(found: Plan, devices: Sequence[Card], picture: Path) -> None:
@@ -335,11 +334,3 @@ def _told(what: str) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             where = f" ({error.filename}, line {error.lineno})"
         raise PlanError(f"{what} fails with {first_line(error)}{where}") from error
-
-
-def _print(*renderables: Any) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)  # what is piped is not cut
-    for renderable in renderables:
-        console.print(renderable)

@@ -31,16 +31,13 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def measure_layers(
-    layers: Sequence[nn.Module], sample: Tensor, frozen: Collection[int] | None = None, *, state_tensors: int = 2
-) -> list[Layer]:
+def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collection[int] | None = None) -> list[Layer]:
     """Runs forward and backward of each layer on one microbatch, whose tensors have no values if they are large.
 
     Args:
         layers: in order; each takes what the one before returns, one tensor. They may be on meta.
         sample: one microbatch, for the first.
         frozen: the layers that are not trained; None for those whose parameters require no gradients.
-        state_tensors: how many numbers the optimizer keeps for each element (Adam: 2).
 
     Raises:
         ValueError: if a layer is none, fails, or does not return one tensor, or a frozen layer is not there.
@@ -60,7 +57,7 @@ def measure_layers(
         with _frozen(params, frozen is not None, number in (frozen or ())), _as_it_was(layer):
             is_trained = any(param.requires_grad for param in params)
             name = f"{number}: {type(layer).__name__}"
-            fixed_bytes = _fixed_bytes(layer, state_tensors)
+            fixed_bytes = _fixed_bytes(layer)
             try:
                 measured, out = _measure(name, layer, x, needs_input_grad=is_behind_trained)
             except LayerError:
@@ -220,10 +217,10 @@ def _key(tensor: Tensor) -> int:
     return key
 
 
-def _fixed_bytes(layer: nn.Module, state_tensors: int) -> int:
-    """Weights and buffers; of what is trained gradients and state in fp32, and main params of 16-bit weights."""
+def _fixed_bytes(layer: nn.Module) -> int:
+    """Weights and buffers; of trained ones gradients and Adam's two moments in fp32, and main params of 16-bit ones."""
     nbytes = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
     for param in layer.parameters():
         wide = max(4, param.dtype.itemsize)
-        nbytes += param.requires_grad * param.numel() * wide * (1 + state_tensors + (param.dtype.itemsize < 4))
+        nbytes += param.requires_grad * param.numel() * wide * (3 + (param.dtype.itemsize < 4))
     return nbytes

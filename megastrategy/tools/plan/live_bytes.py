@@ -31,7 +31,6 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         computes: whether large tensors have values; without, see [Note: tensors without values].
-        large_bytes: from which size on a tensor is large.
 
     Attributes:
         live_bytes: of storages made since the start, and not freed.
@@ -39,10 +38,10 @@ class LiveBytes(TorchDispatchMode):
         flops: floating-point operations of products and convolutions since the start, by their shapes.
     """
 
-    def __init__(self, *, computes: bool, large_bytes: int = LARGE_BYTES) -> None:
+    def __init__(self, *, computes: bool) -> None:
         super().__init__()
         self._fake = None if computes else FakeTensorMode()
-        self.computes, self._large_bytes = computes, large_bytes
+        self.computes = computes
         self._counts = False
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._nbytes: dict[int, int] = {}
@@ -88,10 +87,6 @@ class LiveBytes(TorchDispatchMode):
                 if place >= start:
                     peak = max(peak, live)
         return peak
-
-    def bytes_at(self, place: int) -> int:
-        """The bytes of temporaries that were alive at a place in the trace."""
-        return sum(nbytes for number, nbytes in self._trace[:place] if number not in self._kept)
 
     def _note(self, results: Any, arguments: Sequence[Any]) -> None:
         """Counts the storages of ``results`` that no argument had."""
@@ -149,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
         return func(*args, **kwargs) if is_small or is_alias else self._stand_ins(func, args, kwargs, shapes)
 
     def _is_large(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= self._large_bytes
+        return isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= LARGE_BYTES
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """The results as fake tensors, and whether one is another view of what was passed: that costs nothing."""
@@ -183,7 +178,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _stand_in(self, shape: Tensor) -> Tensor:
         nbytes = shape.untyped_storage().nbytes()
-        if shape.device.type != "cpu" or nbytes < self._large_bytes:
+        if shape.device.type != "cpu" or nbytes < LARGE_BYTES:
             # Written: memory that was used before may hold what is no number.
             made = torch.zeros(nbytes, dtype=torch.uint8, device=shape.device)
         else:

@@ -23,12 +23,10 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
-    """Milliseconds of one stage: of one microbatch's forward and backward, and of the gradients' synchronisation, which
-    follows the card's last backward."""
+    """Milliseconds of one microbatch's forward and backward in one stage."""
 
     forward_ms: float
     backward_ms: float
-    sync_ms: float = 0.0
 
 
 def num_in_flight(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> int:
@@ -90,42 +88,36 @@ class Span(NamedTuple):
     end_ms: float
 
 
-def timeline(
-    stages: Sequence[StageTimes],
-    num_microbatches: int,
-    schedule: Schedule = "1f1b",
-    *,
-    num_cards: int | None = None,
-    send_ms: float = 0.0,
-) -> list[Span]:
-    """Lists what each card does when, in a step; arguments as for :func:`step_ms`."""
-    spans: list[Span] = []
-    step_ms(stages, num_microbatches, schedule, num_cards=num_cards, send_ms=send_ms, spans=spans)
-    return spans
-
-
 def step_ms(
     stages: Sequence[StageTimes],
     num_microbatches: int,
     schedule: Schedule = "1f1b",
     *,
     num_cards: int | None = None,
-    send_ms: float = 0.0,
-    spans: list[Span] | None = None,
 ) -> float:
-    """The milliseconds from the first forward until the last card has synchronised its gradients.
+    """The milliseconds from the first forward to the last backward; arguments as for :func:`timeline`."""
+    return max(span.end_ms for span in timeline(stages, num_microbatches, schedule, num_cards=num_cards))
+
+
+def timeline(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    *,
+    num_cards: int | None = None,
+) -> list[Span]:
+    """Lists what each card does when, in a step.
 
     Args:
         stages: in the order of the model.
         num_microbatches: of a step.
         schedule: in which order a card works.
         num_cards: as many as stages if it is not given.
-        send_ms: from the end of a stage's work until its neighbour has the result, on another card.
-        spans: gets what is done when, if it is given.
     """
     num_cards = len(stages) if num_cards is None else num_cards
     orders = actions(schedule, num_cards, len(stages), num_microbatches)
     ended: dict[Action, float] = {}
+    spans: list[Span] = []
     now, place = [0.0] * num_cards, [0] * num_cards
     left = sum(map(len, orders))
     while left:
@@ -136,19 +128,16 @@ def step_ms(
                 needed = _needed(action, len(stages))
                 if needed is not None and needed not in ended:
                     break
-                ready = ended[needed] + (send_ms if needed.stage != action.stage else 0.0) if needed else 0.0
                 stage = stages[action.stage]
                 length = stage.forward_ms if action.is_forward else stage.backward_ms
-                now[card] = max(now[card], ready) + length
-                if spans is not None:
-                    spans.append(Span(card, action, now[card] - length, now[card]))
-                ended[action] = now[card]
+                start = max(now[card], ended[needed] if needed else 0.0)
+                now[card] = ended[action] = start + length
+                spans.append(Span(card, action, start, now[card]))
                 place[card] += 1
                 left -= 1
         # An order in which cards wait for each other would be one that no pipeline can run.
         assert left < before, "every order can be run to its end"
-    syncs = [sum(stage.sync_ms for stage in stages[card::num_cards]) for card in range(num_cards)]
-    return max(end + sync for end, sync in zip(now, syncs, strict=True))
+    return spans
 
 
 def _needed(action: Action, num_stages: int) -> Action | None:
