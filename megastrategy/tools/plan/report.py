@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..rendering import size
 from .cards import Card
@@ -15,27 +15,28 @@ from .memory import changes, rank_memory
 from .one_step import MeasuredStep
 from .partitions import Plan
 
+_COLUMNS = {
+    "weights": "weight_bytes",
+    "frozen": "frozen_bytes",
+    "gradients": "grad_bytes",
+    "main params": "main_param_bytes",
+    "optimizer": "state_bytes",
+    "exchange": "exchange_bytes",
+    "activations": "activation_bytes",
+    "total": "total_bytes",
+}
+"""By column, the attribute of :class:`.RankMemory`."""
+
 
 def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[RenderableType]:
     """Yields the table by number of ranks, and under it what to change and how it was measured."""
-    table = Table("ranks", title=f"Bytes of a rank, of {size(device_bytes)}", title_justify="left")
-    for name in ("weights", "frozen", "gradients", "main params", "optimizer", "exchange", "activations", "total"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    columns = (Column(name, justify="right") for name in _COLUMNS)
+    table = Table("ranks", *columns, "", title=f"Bytes of a rank, of {size(device_bytes)}", title_justify="left")
     for memory in map(rank_memory, steps):
         free = device_bytes - memory.total_bytes
         margin = f"{size(free)} left" if free >= 0 else f"{size(-free)} too much"
-        cells = [
-            memory.weight_bytes,
-            memory.frozen_bytes,
-            memory.grad_bytes,
-            memory.main_param_bytes,
-            memory.state_bytes,
-            memory.exchange_bytes,
-            memory.activation_bytes,
-            memory.total_bytes,
-        ]
-        table.add_row(f"{memory.dp_size:,}", *map(size, cells), f"{memory.verdict(device_bytes)}: {margin}")
+        cells = (size(getattr(memory, name)) for name in _COLUMNS.values())
+        table.add_row(f"{memory.dp_size:,}", *cells, f"{memory.verdict(device_bytes)}: {margin}")
     yield table
     for step in steps:
         memory = rank_memory(step)
@@ -97,9 +98,8 @@ def memory_json(steps: Sequence[MeasuredStep], device_bytes: int) -> dict[str, A
 def partition_table(plan: Plan, cards: Sequence[Card]) -> Table:
     """The stages of a plan, beside what their cards have; both objectives in the title."""
     title = f"{plan.step_time:,.1f} ms a step (estimated from operations), T = {plan.waste:.2f}"
-    table = Table("stage", "card", title=title, title_justify="left")
-    for name in ("layers", "memory", "of"):
-        table.add_column(name, justify="right")
+    columns = (Column(name, justify="right") for name in ("layers", "memory", "of"))
+    table = Table("stage", "card", *columns, title=title, title_justify="left")
     capacity = {card.name: card.memory_bytes for card in cards}
     first = 0
     for number, (card, layers, nbytes) in enumerate(zip(plan.stage_order, plan.split_spec, plan.memory, strict=True)):

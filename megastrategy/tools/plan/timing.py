@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...core import DistributedDataParallelConfig, EventKind
 from .links import describe_link
@@ -130,17 +130,9 @@ def _predict(training: Training, dp_size: int) -> Prediction:
 def time_tables(training: Training, predictions: Sequence[Prediction]) -> Iterator[RenderableType]:
     """Yields the table by number of ranks, what would be faster, and where it is from."""
     alone_ms = _alone_ms(training)
-    table = Table("ranks", title="Milliseconds of a step, simulated", title_justify="left")
-    for name in (
-        "step",
-        "computing",
-        "waits for gradients",
-        "for weights",
-        "slowed down by",
-        "on the wire",
-        "of one rank",
-    ):
-        table.add_column(name, justify="right")
+    names = ("step", "computing", "waits for gradients", "for weights", "slowed down by", "on the wire", "of one rank")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table("ranks", *columns, title="Milliseconds of a step, simulated", title_justify="left")
     for each in predictions:
         if (step := each.step) is None:
             table.add_row(f"{each.dp_size:,}", *[""] * 7)
