@@ -180,11 +180,7 @@ class _Mean:
 
 
 def scalar(loss: Any) -> Tensor:
-    """Returns the loss if it is one real number.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Returns the loss if it is one real number. Raises ValueError otherwise."""
     if not isinstance(loss, Tensor) or loss.is_complex():
         what = "a complex number" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(
@@ -229,11 +225,8 @@ def shapes_of(output: Any) -> Any:
 
 
 def check_sent(output: Any) -> Any:
-    """Returns the output of the last stage if it can be sent to the other stages.
-
-    Raises:
-        ValueError: if it cannot, with the reason.
-    """
+    """Returns the output of the last stage if it can be sent to the other stages. Raises ValueError with the reason
+    otherwise."""
     try:
         pickle.dumps(shapes_of(output))
     except Exception as error:

@@ -37,11 +37,8 @@ def run_with_size(
     skip: int,
     steps: int,
 ) -> list[RankEvents]:
-    """Returns the records of ``steps`` steps after the first ``skip``, by rank.
-
-    Raises:
-        TuningError: if the script failed before.
-    """
+    """Returns the records of ``steps`` steps after the first ``skip``, by rank. Raises TuningError if the script failed
+    before."""
     size = _DEFAULT if bucket_size is None else str(bucket_size)
     with tempfile.TemporaryDirectory() as folder:
         done = run_script(

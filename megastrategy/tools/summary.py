@@ -121,11 +121,7 @@ def _of_rank(rank: RankEvents, model: ModelEvents) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Reads the file of an earlier profile.
-
-    Raises:
-        SummaryError: for any other file.
-    """
+    """Reads the file of an earlier profile. Raises SummaryError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         is_one = found["models"][0]["ranks"][0]["step_ms"] > 0

@@ -299,11 +299,7 @@ def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
 
 
 def average(steps: Sequence[Step]) -> Average:
-    """Averages steps.
-
-    Raises:
-        ValueError: for no steps.
-    """
+    """Averages steps. Raises ValueError for no steps."""
     if not steps:
         raise ValueError("no whole step was recorded")
     gradients_ms, parameters_ms = (

@@ -95,11 +95,8 @@ def sizes_for(numel: int) -> list[int]:
 
 
 def slowest_median_ms(ranks: Sequence[RankEvents]) -> float:
-    """Returns the median step of the rank that takes longest, of the first model of the script.
-
-    Raises:
-        TuningError: if a rank recorded no step of it.
-    """
+    """Returns the median step of the slowest rank, of the script's first model. Raises TuningError if a rank recorded
+    none."""
     if not ranks or not all(rank.models and rank.models[0].steps for rank in ranks):
         raise TuningError("no step was recorded: does the script train with megastrategy, for longer than --skip?")
     return max(statistics.median(step.step_ms for step in rank.models[0].steps) for rank in ranks)

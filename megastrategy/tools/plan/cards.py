@@ -37,11 +37,7 @@ KNOWN = {
 
 
 def parse_cards(text: str) -> list[Card]:
-    """Reads ``3090:2,2080ti:1``, or for cards that are not known ``mine=24GB@35.6TFLOPS:2``.
-
-    Raises:
-        ValueError: for a card that is not known, or what is not written so.
-    """
+    """Reads ``3090:2,2080ti:1``, or for unknown cards ``mine=24GB@35.6TFLOPS:2``. Raises ValueError for other text."""
     cards: list[Card] = []
     for part in text.split(","):
         match = re.fullmatch(r"([\w-]+)(?:=([^@:]+)@([^@:]+))?(?::([0-9]+))?", part.strip())

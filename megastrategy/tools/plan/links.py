@@ -13,11 +13,8 @@ _NUMBER = r"(\d+(?:\.\d+)?)"
 
 
 def parse_link(text: str) -> Link:
-    """Reads ``25GB/s,5us``: what a rank sends in a second, one way, and the time of a hop, which may be left out.
-
-    Raises:
-        ValueError: for what is not written so.
-    """
+    """Reads ``25GB/s,5us``: a rank's rate in one direction, and the time of a hop, which may be left out. Raises
+    ValueError for other text."""
     rate, _, hop = text.replace(" ", "").partition(",")
     found = re.fullmatch(rf"{_NUMBER}({'|'.join(_BYTES_PER_S)})/s", rate)
     hop_found = re.fullmatch(rf"{_NUMBER}({'|'.join(_HOP_MS)})", hop) if hop else None
@@ -29,11 +26,7 @@ def parse_link(text: str) -> Link:
 
 
 def parse_flops(text: str) -> float:
-    """Reads ``200TFLOPS``: floating-point operations a second.
-
-    Raises:
-        ValueError: for what is not written so.
-    """
+    """Reads ``200TFLOPS``, floating-point operations a second. Raises ValueError for other text."""
     found = re.fullmatch(rf"{_NUMBER}({'|'.join(_FLOPS)})", text.strip())
     if found is None or float(found[1]) == 0:
         raise ValueError(f"{text!r}: expected what a device does in a second ({', '.join(_FLOPS)}), such as 200TFLOPS")

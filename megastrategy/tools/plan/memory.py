@@ -185,11 +185,7 @@ def _states(model: ModelPlan, layout: BufferLayout) -> dict[str, int]:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Reads ``1,8,64``.
-
-    Raises:
-        ValueError: if these are not positive numbers, or more than anybody has.
-    """
+    """Reads ``1,8,64``. Raises ValueError for other text, and for more than :data:`MOST_PLANNED` ranks."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= MOST_PLANNED for part in parts):
         raise ValueError(
@@ -202,11 +198,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "T
 
 
 def parse_bytes(text: str) -> int:
-    """Reads ``80GiB``, in bytes.
-
-    Raises:
-        ValueError: without a unit that is known, or a positive number.
-    """
+    """Reads ``80GiB``, in bytes. Raises ValueError for other text."""
     for unit, factor in _UNITS.items():
         if text.strip().endswith(unit):
             try:

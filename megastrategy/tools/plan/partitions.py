@@ -151,11 +151,7 @@ def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
 
 
 def plan_of(question: Question, objective: Objective) -> Plan:
-    """The plan for layers that were measured.
-
-    Raises:
-        NothingFitsError: if no partition fits.
-    """
+    """The plan for layers that were measured. Raises NothingFitsError if no partition fits."""
     (fastest, unsure), (fullest, unsure_of_waste) = _search(question, "time"), _search(question, "waste")
     if fastest is None or fullest is None:
         largest = max(question.layers, key=lambda layer: layer.fixed_bytes + layer.saved_bytes)

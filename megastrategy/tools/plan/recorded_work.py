@@ -63,11 +63,7 @@ class Measured:
 
 
 def read_profile(folder: Path) -> list[RankEvents]:
-    """Reads what ``megastrategy profile`` left.
-
-    Raises:
-        ProfileError: if there is nothing that steps can be predicted from.
-    """
+    """Reads a folder of ``megastrategy profile``. Raises ProfileError if steps cannot be predicted from it."""
     files = sorted(folder.glob("events.rank*.json"))
     if not files:
         raise ProfileError(

@@ -186,11 +186,8 @@ def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end
 
 
 def search(question: Question, objective: Objective = "time") -> Candidate | None:
-    """The best candidate that fits; None if none does. See [Note: exact pruning].
-
-    Raises:
-        TooManyError: if there are too many to be sure.
-    """
+    """The best candidate that fits; None if none does. See [Note: exact pruning]. Raises TooManyError if there are too
+    many to be sure."""
     tables = _Tables.of(question)
     # First what is found soon, as a limit; then everything that may be better.
     soon = ((order, BEAM) for order in itertools.islice(question.orders(), BEAM))

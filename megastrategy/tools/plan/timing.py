@@ -45,11 +45,7 @@ class Prediction:
 
 
 def of_profile(measured: Measured, link: Link | None, between: Link | None) -> Training:
-    """A training that was profiled, behind its own link or another.
-
-    Raises:
-        ValueError: without any link.
-    """
+    """A training that was profiled, behind its own link or another. Raises ValueError without any link."""
     own = link or measured.link
     if own is None:
         raise ValueError(
@@ -70,11 +66,8 @@ def of_profile(measured: Measured, link: Link | None, between: Link | None) -> T
 
 
 def of_operations(step: MeasuredStep, flops: float, link: Link, between: Link | None) -> Training:
-    """A training whose operations were counted, on devices that do ``flops`` of them in a second.
-
-    Raises:
-        ValueError: if no operation was counted.
-    """
+    """A training whose operations were counted, on devices that do ``flops`` of them in a second. Raises ValueError if
+    none was counted."""
     model, counted = step.models[0], step.flops
     starts = [number for number, (kind, _, _) in enumerate(counted) if kind is EventKind.BACKWARD_START]
     if not counted or not starts or counted[-1][2] == 0:
