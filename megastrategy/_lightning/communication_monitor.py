@@ -109,18 +109,11 @@ class TrainerMonitor:
         self._norms = {}
         self._record.reset()
 
-    # The time between two batches is spent loading the next, except in these hooks.
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any, **__: Any) -> None:
+        """Leaves out this time: between two batches the next one is loaded, except in these hooks."""
         self._record.drop(_BETWEEN)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._record.drop(_BETWEEN)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._record.drop(_BETWEEN)
+    on_validation_start = on_save_checkpoint = on_train_epoch_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
