@@ -81,6 +81,35 @@ def test_a_replica_that_was_stopped_ends_and_comes_back(tmp_path: Path) -> None:
     assert steps[1, 7] == (0, 1)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [[], [Kill(0, 0, "before vote", step=3)]], ids=("none", "one"))
+def test_a_single_replica_trains_and_begins_anew_when_it_was_killed(kills: list[Kill], tmp_path: Path) -> None:
+    steps = check(Case(of=1, num_epochs=1), kills, tmp_path, train=Fit())
+    assert set(steps.values()) == {(0,)}
+    assert (tmp_path / "ready-0-0-1").exists() == bool(kills)
+
+
+@pytest.mark.long
+def test_one_of_three_is_killed(tmp_path: Path) -> None:
+    case = Case(of=3, num_epochs=1, num_batches=16)
+    found = run_with_kills(case, [Kill(1, 0, "after sum 0", step=4)], tmp_path, train=Fit())
+    for other in found[1:]:
+        assert_equal(found[0][0], other[0])
+    steps = members_by_step(logged_steps(tmp_path))
+    assert (0, 2) in steps.values()
+    assert steps[0, 15] == (0, 1, 2)
+
+
+@pytest.mark.long
+def test_all_replicas_stop_when_the_leaders_time_is_over(tmp_path: Path) -> None:
+    """Their clocks begin at different moments."""
+    case = Case(num_epochs=10_000, num_batches=4)
+    fit = Fit(waits=False, options={"max_time": {"seconds": 5}})
+    one, other = (by_rank[0] for by_rank in run_with_kills(case, [], tmp_path, train=fit))
+    assert_equal(one, other)
+    assert 0 < one["counters"][1] == other["counters"][1] < 40_000
+
+
 # --- loops, schedules, callbacks -------------------------------------------------------------------------------------
 
 
@@ -223,6 +252,23 @@ def test_the_next_leader_writes_the_files_that_the_last_one_left(
     for weight, expected in zip(found[0][0]["weights"], _fit_plainly(saved[16]).parameters(), strict=True):
         assert torch.equal(weight, expected), "a plain Trainer has nothing left to do with the last one"
     _fit_plainly(saved[4])
+
+
+def saving_the_monitored(folder: Path) -> list[pl.Callback]:
+    return [ModelCheckpoint(folder / "saved", "{step}", monitor="val_loss", save_top_k=-1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_kill_in_a_validation_after_which_the_leader_saves(slot: int, tmp_path: Path) -> None:
+    """If it is the leader's, the next one writes the file of that validation."""
+    case = Case(num_epochs=2, num_batches=10)
+    fit = Fit(callbacks=saving_the_monitored, options={"val_check_interval": 0.5})
+    steps = check(case, [Kill(slot, 0, "validating", step=6)], tmp_path, train=fit)
+    assert steps[1, 9] == (0, 1)
+    assert steps[0, 5] == (1 - slot,)
+    saved = {path.name: torch.load(path, weights_only=False) for path in (tmp_path / "saved").iterdir()}
+    assert {name: each["global_step"] for name, each in saved.items()} == {f"step={n}.ckpt": n for n in (5, 10, 15, 20)}
 
 
 def _fit_plainly(path: Path) -> Module:
