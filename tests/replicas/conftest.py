@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,28 +16,38 @@ from megastrategy import _replicas
 ENDS_IN_S = 10.0
 
 
-def torchfts_threads() -> set[str]:
-    """The threads of torchft's managers, clients and lighthouses, which Python does not know."""
-    names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
-    return {name for name in names if name.startswith(("torchft-manager", "torchft-mgr", "torchft-light"))}
+def torchfts_threads() -> dict[str, str]:
+    """The threads of torchft's managers, clients and lighthouses, which Python does not know: names by number."""
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            names[task.name] = (task / "comm").read_text().strip()
+    return {
+        task: name for task, name in names.items() if name.startswith(("torchft-man", "torchft-mgr", "torchft-light"))
+    }
 
 
-def servers_that_end(threads: list[threading.Thread]) -> list[object]:
-    """The servers of states that are ended in another thread, which takes them half a second."""
-    return [thread._args[0] for thread in threads if thread._target is _replicas._end_server]  # type: ignore[attr-defined]
+def left_threads(before: set[threading.Thread], native: dict[str, str]) -> list[str]:
+    """The threads that were not there before and do not end by themselves."""
+    gc.collect()  # a manager's threads end with it
+    after = [thread for thread in threading.enumerate() if thread not in before]
+    targets = {thread: getattr(thread, "_target", None) for thread in after}
+    # The server of a state is ended in another thread, which takes half a second.
+    ending = [thread._args[0] for thread in after if targets[thread] is _replicas._end_server]  # type: ignore[attr-defined]
+    left = [
+        f"{thread.name}: {target}"
+        for thread, target in targets.items()
+        if target is not _replicas._end_server and getattr(target, "__self__", None) not in ending
+    ]
+    return left + [name for task, name in torchfts_threads().items() if task not in native]
 
 
 @pytest.fixture(autouse=True)
 def replicas_are_left() -> Iterator[None]:
     """Fails for a server, a manager or a thread of replicas that a test leaves: a later test may die of it."""
-    before = set(threading.enumerate())
+    before, native = set(threading.enumerate()), torchfts_threads()
     yield
-    gc.collect()  # a manager's threads end with it
-    after = [thread for thread in threading.enumerate() if thread not in before]
-    ending = servers_that_end(after)
-    for thread in after:
-        target = thread._target  # type: ignore[attr-defined]
-        if target is not _replicas._end_server and getattr(target, "__self__", None) not in ending:
-            thread.join(ENDS_IN_S)
-            assert not thread.is_alive(), f"{thread.name} is left: {target}"
-    assert not torchfts_threads()
+    deadline = time.monotonic() + ENDS_IN_S
+    while left := left_threads(before, native):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
