@@ -16,9 +16,9 @@ optimizer has changed, which it takes over, and never a gradient that is still t
 [Note: why the members are asked for ahead]
 A question to the lighthouse takes one or two milliseconds. The worker asks it right after the vote, while the optimizer
 steps and the loop fetches the next batch, and the meeting uses the answer. If a member ends after the answer, its sums
-fail, as if it had ended in the window. While a replica is missing, the question is asked in the meeting: the answer makes
-a replica that comes back a member, which then waits for the state that it gets in the meeting. Before the meeting there
-may be a validation that is longer than its time-outs.
+fail, as if it had ended in the window. While a replica is missing, the question is asked in the meeting: the answer
+makes a replica that comes back a member, which then waits for the state that it gets in the meeting. Before the meeting
+there may be a validation that is longer than its time-outs.
 
 [Note: when the loop's state is taken]
 The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
