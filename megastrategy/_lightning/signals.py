@@ -67,14 +67,15 @@ class SignalAgreement:
         self._replaced.add(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
         fit_loop = trainer.fit_loop
         for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._replaced.add(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
+            self._run_before(loop, "_evaluation_step", functools.partial(self._obey_before_batch, loop))
         loop = trainer.predict_loop
-        self._replaced.add(loop, "_predict_step", self._obeying(loop, loop._predict_step))
+        self._run_before(loop, "_predict_step", functools.partial(self._obey_before_batch, loop))
         if self._shared is None:
-            self._replaced.add(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
+            self._run_before(fit_loop.epoch_loop, "advance", self._save_before_batch)
         else:
             self._replaced.add(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree_before_batch)
-            self._replaced.add(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
+            # no next batch comes before which ranks would stop
+            self._run_before(fit_loop, "on_run_end", self._agree)
             self._replaced.add(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,6 +85,17 @@ class SignalAgreement:
     def remove(self) -> None:
         """Puts Lightning's own methods back."""
         self._replaced.remove()
+
+    def _run_before(self, loop: Any, name: str, do: Callable[[], None]) -> None:
+        """Replaces a loop's method by one that calls ``do`` first."""
+        method = getattr(loop, name)
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            do()
+            return method(*arguments, **options)
+
+        self._replaced.add(loop, name, run)
 
     # --- handlers ----------------------------------------------------------------------------------------------------
 
@@ -109,20 +121,14 @@ class SignalAgreement:
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def _obeying(self, loop: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a loop's method for one batch of evaluation: signals that came before the batch are obeyed first."""
-
-        @functools.wraps(method)
-        def run(*arguments: Any, **options: Any) -> Any:
-            if self._shared is None:
-                self._requeue(self._num_requeues, self._requeue_signal)
-                if self._terminated:
-                    raise self._sigterm_exception
-            elif loop.batch_progress.current.ready > 0:  # the first may take all ranks, for buffers of the module
-                self._obey_shared(self._shared)
-            return method(*arguments, **options)
-
-        return run
+    def _obey_before_batch(self, loop: Any) -> None:
+        """Obeys signals that came before a batch of evaluation."""
+        if self._shared is None:
+            self._requeue(self._num_requeues, self._requeue_signal)
+            if self._terminated:
+                raise self._sigterm_exception
+        elif loop.batch_progress.current.ready > 0:  # the first may take all ranks, for buffers of the module
+            self._obey_shared(self._shared)
 
     def _obey_shared(self, shared: SharedSignals) -> None:
         if signum := shared.poll(self._num_requeues_done):
@@ -153,30 +159,14 @@ class SignalAgreement:
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def _saving_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a batch of training on one rank: a requeue signal is obeyed before it, when no step is half done."""
-
-        @functools.wraps(method)
-        def run(*arguments: Any, **options: Any) -> Any:
-            self._requeue(self._num_requeues, self._requeue_signal)
-            self._replicas.begin_batch()
-            return method(*arguments, **options)
-
-        return run
+    def _save_before_batch(self) -> None:
+        """Obeys a requeue signal on one rank before a batch, when no step is half done."""
+        self._requeue(self._num_requeues, self._requeue_signal)
+        self._replicas.begin_batch()
 
     def _agree_before_batch(self) -> None:
         self._agree()
         self._replicas.begin_batch()
-
-    def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the end of a fit: no next batch comes before which ranks would stop."""
-
-        @functools.wraps(method)
-        def run(*arguments: Any, **options: Any) -> Any:
-            self._agree()
-            return method(*arguments, **options)
-
-        return run
 
     def _requeue(self, num_requeues: int, signum: int) -> None:
         if num_requeues > self._num_requeues_done:  # the same signal may reach another rank a batch later

@@ -55,29 +55,47 @@ _REFUSED = {
 
 
 class TrainerReplicas:
-    """The replicas of one strategy; None for a strategy without.
+    """The replicas of one strategy, or None: before :meth:`join`, and without, each method is that of a single replica.
 
-    Before :meth:`join`, and without replicas, each method is that of a single replica.
+    Attributes:
+        saved: the paths of the last checkpoints, which all replicas saved between the same two meetings, and whether
+            they have weights only.
     """
 
     def __init__(self, replicas: Replicas | None) -> None:
-        self._replicas = replicas
-        self._fit: _Fit | None = None  # the last one
+        self._given = replicas
+        self._trainer: Any = None  # of the last fit
+        self._acts_alone = False
+        self._replaced = ReplacedMethods()
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        self._taken: dict[str, Any] | None = None  # the state with which this process came back
+        self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = False
+        self.saved: dict[str, bool] = {}
+        self._has_met_since = False  # the leader, since these were saved
+
+    @property
+    def _replicas(self) -> Replicas:
+        assert self._given is not None, "a fit has joined them"
+        return self._given
 
     def name_logs(self, module: pl.LightningModule | None, inside: Inside) -> None:
         """Gives loggers that would number their folders a name of this replica: several would take one number."""
-        if self._replicas is None or module is None:
+        if self._given is None or module is None:
             return
-        name = inside(f"replica{self._replicas.slot}-{time.strftime('%Y%m%d-%H%M%S')}")
+        name = inside(f"replica{self._given.slot}-{time.strftime('%Y%m%d-%H%M%S')}")
         for logger in module.trainer.loggers:
             if vars(logger).get("_version", name) is None:
                 logger._version = name  # type: ignore[attr-defined]
 
     def sampler_ranks(self, module: pl.LightningModule | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a sampler: for batches of training those of all replicas."""
-        if self._replicas is None or module is None or not module.trainer.training:
+        if self._given is None or module is None or not module.trainer.training:
             return kwargs
-        return self._replicas.sampler_ranks(**kwargs)
+        return self._given.sampler_ranks(**kwargs)
+
+    # --- joining -----------------------------------------------------------------------------------------------------
 
     def join(self, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
         """Meets the other replicas if this is a fit, whose model and optimizers are wrapped. Collective.
@@ -87,82 +105,14 @@ class TrainerReplicas:
         Raises:
             ValueError: for a callback that cannot be used with replicas.
         """
-        if self._replicas is not None and trainer.state.fn == "fit":
-            self._fit = _Fit(self._replicas, trainer, place, inside)
-            self._fit.join()
-
-    def begin_batch(self) -> None:
-        """Meets the other replicas before a batch is fetched. Collective."""
-        if self._fit is not None:
-            self._fit.begin_batch()
-
-    def decide(self, decision: bool, *, all: bool) -> bool:
-        """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
-        return decision if self._fit is None else self._fit.decide(decision, all=all)
-
-    def from_leader(self, value: T, is_sender: bool) -> T:
-        """Returns the leader's value of what this rank is about to broadcast."""
-        return value if self._fit is None or not is_sender else self._fit.from_leader(value)
-
-    def saves(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
-        """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
-        if self._fit is not None:
-            self._fit.note_saved(str(path), is_weights_only="optimizer_states" not in checkpoint)
-        return self.writes
-
-    def note_removed(self, path: str | os.PathLike[str]) -> None:
-        """Notes that a checkpoint is not wanted any more: a new leader does not write it."""
-        if self._fit is not None:
-            self._fit.saved.pop(str(path), None)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this replica is the one that writes files."""
-        return self._fit is None or self._fit.writes
-
-    @property
-    def is_first(self) -> bool:
-        """Whether rank 0 of this replica is rank 0 of all: before they have met each one is."""
-        return self._fit is None or self._fit.is_first
-
-    def acting_alone(self) -> contextlib.AbstractContextManager[None]:
-        """For what each replica does for itself, such as queueing its job again."""
-        return contextlib.nullcontext() if self._fit is None else self._fit.acting_alone()
-
-    def leave(self, error: BaseException) -> None:
-        """Leaves the other replicas after an error."""
-        if self._fit is not None:
-            self._fit.leave(error)
-
-    def remove(self) -> None:
-        """Puts Lightning's own methods back, and leaves the replicas if that has not been done."""
-        if self._fit is not None:
-            self._fit.remove()
-
-
-class _Fit:
-    """The replicas during one fit, from its setup on.
-
-    Attributes:
-        saved: the paths of the last checkpoints, which all replicas saved between the same two meetings, and whether
-            they have weights only.
-    """
-
-    def __init__(self, replicas: Replicas, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
-        self._replicas, self._trainer, self._place, self._inside = replicas, trainer, place, inside
+        if self._given is None or trainer.state.fn != "fit":
+            return
         for name, reason in _REFUSED.items():
             if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 raise ValueError(f"replicas=: the callback {name} cannot be used, since {reason}")
-        self._taken: dict[str, Any] | None = None  # the state with which this process came back
-        self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = self._acts_alone = False
-        self.saved: dict[str, bool] = {}
-        self._has_met_since = False  # the leader, since these were saved
-        self._replaced = ReplacedMethods()
-
-    # --- joining -----------------------------------------------------------------------------------------------------
-
-    def join(self) -> None:
-        replicas, trainer = self._replicas, self._trainer
+        self._trainer, self._place, self._inside = trainer, place, inside
+        self._begin_fit()
+        replicas = self._given
         replicas.register("trainer", self._state, self._take)
         saving: list[Any] = [one for one in trainer.checkpoint_callbacks if isinstance(_folder(one), str)]
         replicas.notice = json.dumps([one.dirpath for one in saving]).encode()
@@ -189,7 +139,7 @@ class _Fit:
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = self._place.load(state)
         connector.restore_datamodule()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             if is_a(callback, "BaseFinetuning"):
@@ -206,11 +156,11 @@ class _Fit:
         """Returns what this rank's counterpart in a replica that comes back takes over; it is no checkpoint, for which
         hooks are called that may be collective."""
         trainer = self._trainer
-        plugin, module = trainer.precision_plugin, trainer.datamodule  # type: ignore[attr-defined]
+        plugin, module = trainer.precision_plugin, trainer.datamodule
         state = {
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
-            "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},  # type: ignore[attr-defined]
-            "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},  # type: ignore[attr-defined]
+            "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
+            "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},
             "last_saved": [_named(one, _LAST_SAVED) for one in trainer.checkpoint_callbacks],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "optimizer_states": [],  # with the weights
@@ -248,6 +198,9 @@ class _Fit:
     # --- before a batch ----------------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
+        """Meets the other replicas before a batch is fetched. Collective."""
+        if not self._has_joined:
+            return
         replicas = self._replicas
         replicas.epoch, replicas.batch, _ = self._counters()
         meets = not replicas.is_in_window
@@ -314,6 +267,8 @@ class _Fit:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the other replicas. One that failed writes nothing any more, if there are others that go on."""
+        if self._trainer is None:
+            return
         self._is_over = True
         if isinstance(error, SystemExit) and not error.code:
             error.code = 128 + signal.SIGTERM  # for 0, which is Lightning's, it would not be started again
@@ -322,6 +277,7 @@ class _Fit:
         self._replicas.close()
 
     def remove(self) -> None:
+        """Puts Lightning's own methods back, and leaves the replicas if that has not been done."""
         self._replaced.remove()
         self.leave()
 
@@ -333,14 +289,16 @@ class _Fit:
         return self._has_begun and not self._is_over
 
     def decide(self, decision: bool, *, all: bool) -> bool:
+        """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
         if not self._are_together:
             return decision
         found = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._is_first_rank else None
         together = decision if found is None else not found[1] if all else bool(found[0])
         return bool(self._inside(together))
 
-    def from_leader(self, value: T) -> T:
-        if not self._are_together:
+    def from_leader(self, value: T, is_sender: bool) -> T:
+        """Returns the leader's value of what this rank is about to broadcast."""
+        if not is_sender or not self._are_together:
             return value
         data = pickle.dumps(value) if self._replicas.is_leader else b""
         size = self._replicas.max_of_bytes(len(data).to_bytes(8, "big"))
@@ -350,30 +308,40 @@ class _Fit:
 
     @property
     def _is_first_rank(self) -> bool:
-        return self._trainer.global_rank == 0
+        return bool(self._trainer.global_rank == 0)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
-        return self._replicas.is_leader and not self._is_cut_off
+        """Whether this replica is the one that writes files."""
+        return not self._has_joined or (self._replicas.is_leader and not self._is_cut_off)
 
     @property
     def is_first(self) -> bool:
-        return self.writes or self._acts_alone or not self._has_joined
+        """Whether rank 0 of this replica is rank 0 of all: before they have met each one is."""
+        return self.writes or self._acts_alone
 
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
+        """For what each replica does for itself, such as queueing its job again."""
         self._acts_alone = True
         try:
             yield
         finally:
             self._acts_alone = False
 
-    def note_saved(self, path: str, *, is_weights_only: bool) -> None:
-        if self._has_met_since:
-            self.saved, self._has_met_since = {}, False
-        self.saved[path] = is_weights_only
+    def saves(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
+        """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
+        if self._has_joined:
+            if self._has_met_since:
+                self.saved, self._has_met_since = {}, False
+            self.saved[str(path)] = "optimizer_states" not in checkpoint
+        return self.writes
+
+    def note_removed(self, path: str | os.PathLike[str]) -> None:
+        """Notes that a checkpoint is not wanted any more: a new leader does not write it."""
+        self.saved.pop(str(path), None)
 
     def _write_for_the_last_leader(self) -> None:
         """Writes the last checkpoints if the leader ended before they were complete. Collective over this replica's
@@ -393,7 +361,7 @@ class _Fit:
         for one in self._trainer.checkpoint_callbacks:
             last = getattr(one, "_last_checkpoint_saved", "")
             if getattr(one, "save_last", None) == "link" and last in saved and not had_met:
-                one._link_checkpoint(self._trainer, last, one.last_model_path)  # type: ignore[attr-defined]
+                one._link_checkpoint(self._trainer, last, one.last_model_path)
 
 
 def _named(callback: object, names: Collection[str]) -> dict[str, Any]:
