@@ -335,9 +335,9 @@ class TorchftLink(core.ReplicaLink):
             raise self._unreachable(error) from error
 
     def leave(self) -> None:
-        if self._manager is None or self._transport is None:
+        if self._transport is None:
             return
-        if self._manager._manager is not None:  # in rank 0, the heartbeat: nothing else may come before
+        if self._manager is not None and self._manager._manager is not None:  # in rank 0, the heartbeat: it ends first
             self._manager._manager.shutdown()
         self._group.abort(errored=False)
         # Its server answers within half a second, and this rank may be about to raise an error.

@@ -454,10 +454,30 @@ def test_every_error_and_what_a_listener_needs_are_public() -> None:
 @pytest.mark.fresh
 def test_importing_it_imports_no_framework() -> None:
     names = ("lightning", "pytorch_lightning", "megastrategy.data", "megastrategy.pipeline", "megastrategy.tools")
-    names += ("fsspec", "torch.distributed.checkpoint")
+    names += ("fsspec", "torch.distributed.checkpoint", "accelerate", "transformers")
     code = f"import sys, megastrategy; print([m for m in {names} if m in sys.modules], megastrategy.data.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] megastrategy.data"
+
+
+WITHOUT = """
+import sys
+import torch
+import megastrategy.accelerate, megastrategy.fabric, megastrategy.lightning
+for door in (megastrategy.fabric, megastrategy.lightning):
+    assert door.MegatronDDPStrategy().replicas is None
+accelerator = megastrategy.accelerate.Accelerator(cpu=True)
+module = torch.nn.Linear(2, 1)
+accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+assert accelerator.megatron_ddp_plugin.replicas is None
+unused = ("torchft", "megastrategy._replicas", "megastrategy.core.module.experts")
+assert not [name for name in sys.modules if name.startswith(unused)]
+"""
+
+
+@pytest.mark.fresh
+def test_without_experts_and_replicas_their_code_is_not_imported() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True)
 
 
 def test_public_docstrings() -> None:

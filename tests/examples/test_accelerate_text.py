@@ -30,14 +30,6 @@ def test_it_learns_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.fresh
-def test_accelerates_own_launcher_starts_it(tmp_path: Path) -> None:
-    options = ("--epochs", "1", "--engine", "accelerate", "--out", "launched")
-    launched = launch_example(SCRIPT, *options, cwd=tmp_path, MEGATRON_DDP_STATE_DICT_TYPE="sharded")
-    assert len(epochs(launched)) == 1
-    assert (tmp_path / "launched" / "accelerate" / "last" / DIRECTORY).is_dir()
-
-
-@pytest.mark.fresh
 @pytest.mark.long
 def test_it_learns_as_under_torch_ddp_and_by_the_launcher(tmp_path: Path) -> None:
     """To the bit, if nothing is clipped: the norm that clips is summed shard by shard, and by parameters there."""

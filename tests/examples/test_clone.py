@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_each_example_finds_the_clone(tmp_path: Path) -> None:
     left_out = ("transformers_trainer.py", "replicas_picture.py")  # the second needs no package
     paths = [str(path) for path in sorted(EXAMPLES.glob("*.py")) if path.name not in left_out]
@@ -61,6 +63,13 @@ def test_each_example_finds_the_clone(tmp_path: Path) -> None:
     for path, (before, status, package) in found.items():
         assert not before
         assert (status, package) in ((0, str(ROOT / "megastrategy" / "__init__.py")), ("ray", None)), path
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_the_clone_is_on_the_path_before_the_package_is_imported(path: Path) -> None:
+    if imported := re.search(r"^(from|import) megastrategy", path.read_text(), re.MULTILINE):
+        appended = "sys.path.append(str(Path(__file__).resolve().parents[1]))"
+        assert -1 < path.read_text().find(appended) < imported.start()
 
 
 def test_the_notebook_finds_it_too() -> None:

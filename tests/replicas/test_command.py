@@ -37,7 +37,7 @@ def block(text: str) -> str:
     ("text", "ranks", "done"),
     [
         ("init_process_group", 1, "20 steps"),
-        ("pl.Trainer(", 2, "20 steps"),
+        pytest.param("pl.Trainer(", 2, "20 steps", marks=pytest.mark.long),
         pytest.param("fabric.launch", 2, "2 epochs", marks=pytest.mark.long),
         pytest.param("Accelerator(", 2, "2 epochs", marks=pytest.mark.long),
     ],

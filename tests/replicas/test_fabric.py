@@ -181,22 +181,3 @@ def _in_one_process() -> None:
 
 def test_a_model_its_data_and_what_is_refused() -> None:
     run_processes(1, _in_one_process)
-
-
-_WITHOUT = """
-import sys
-import torch
-from megastrategy.accelerate import Accelerator
-from megastrategy.fabric import MegatronDDPStrategy
-assert MegatronDDPStrategy().replicas is None
-accelerator = Accelerator(cpu=True)
-module = torch.nn.Linear(2, 1)
-accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-assert accelerator.megatron_ddp_plugin.replicas is None
-assert not [name for name in sys.modules if name.startswith(("torchft", "megastrategy._replicas"))]
-"""
-
-
-@pytest.mark.fresh
-def test_without_replicas_nothing_is_imported() -> None:
-    subprocess.run([sys.executable, "-c", _WITHOUT], check=True, timeout=HANG_S)

@@ -50,6 +50,7 @@ def test_a_kill_at_any_point_of_a_step(point: str, ranks: int, tmp_path: Path) -
     assert steps[1, 9] == (0, 1), "it came back"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -74,6 +75,7 @@ def test_replicas_are_killed_one_after_the_other(tmp_path: Path) -> None:
     assert {(0,), (1,), (0, 1)} <= set(steps.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_while_it_takes_the_state_of_another_replica(rank: int, tmp_path: Path) -> None:
     case = Case(ranks=2, num_epochs=2, num_batches=12)
@@ -95,6 +97,7 @@ def test_a_replica_is_killed_while_another_takes_its_state(is_taker_killed: bool
     assert members_by_step(logged_steps(tmp_path))[1, 15] == (0, 1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", ["after sum 0", "before vote"])
 def test_one_of_three_is_killed(point: str, tmp_path: Path) -> None:
     """Both others redo the batch, and agree."""

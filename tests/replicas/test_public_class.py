@@ -86,7 +86,6 @@ def test_a_lighthouse_that_is_not_there_is_named() -> None:
     run = prepare(Case(of=1), 0, 0, "http://localhost:1", SingleRankCollectives(), skew_s=2.0, patience_s=2.0)
     with pytest.raises(CollectiveError, match="lighthouse at http://localhost:1"):
         run.replicas.begin_batch()
-    run.replicas.link._transport.shutdown()  # type: ignore[attr-defined]
 
 
 def test_missing_replicas_are_waited_for_in_bounded_time() -> None:

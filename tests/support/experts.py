@@ -125,6 +125,10 @@ class Model(nn.Module):
         self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList([Experts(num_experts, uses_idle=uses_idle) for _ in range(2)])
 
+    def divide(self, mesh: DeviceMesh) -> None:
+        for layer in self.layers:
+            layer.divide(mesh)  # type: ignore[operator] # Experts
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         layers = [*self.layers[: self.num_used]]
@@ -218,9 +222,7 @@ class Trainee:
     def make(cls, case: Case) -> Trainee:
         """All ranks together. Dense weights of ranks other than 0 are zero before, so that a broadcast is seen."""
         mesh, module = expert_mesh(case.ep), make_module(case)
-        for layer in module.layers:
-            assert isinstance(layer, Experts)
-            layer.divide(mesh["ep"])
+        module.divide(mesh["ep"])
         if dist.get_rank() > 0:
             with torch.no_grad():
                 module.embed.weight.zero_()

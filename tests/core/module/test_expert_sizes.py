@@ -119,9 +119,8 @@ def train_with_and_without_a_mesh(options: tuple[tuple[str, Any], ...]) -> list[
     for divides in (True, False):
         case, module = Case(1, options=options), make_module(Case(1))
         mesh = expert_mesh(1) if divides else None
-        for layer in module.layers if mesh is not None else ():
-            assert isinstance(layer, Experts)
-            layer.divide(mesh["ep"])
+        if mesh is not None:
+            module.divide(mesh["ep"])
         model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
         trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
         norms = trainee.train(range(4))
@@ -193,9 +192,7 @@ def train_each_part() -> dict[str, Outcome]:
 
 def train_a_part(trained: str) -> Outcome:
     case, mesh, module = Case(2, steps=4), expert_mesh(2), make_module(Case(2))
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(mesh["ep"])
+    module.divide(mesh["ep"])
     freeze(module, trained)
     model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
     params = [param for param in module.parameters() if param.requires_grad]
@@ -282,9 +279,7 @@ def test_a_router_whose_bias_follows_the_load_of_all_ranks_is_that_of_one_proces
 def wrap_local_buffers() -> str:
     """The message for buffers with an entry for each of this rank's experts: 3 on one rank, and 2 on the other."""
     module, mesh = make_module(Case(2, num_experts=5)), expert_mesh(2)
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(mesh["ep"])
+    module.divide(mesh["ep"])
     own = module.layers[1].up._local_tensor.shape[0]  # type: ignore[union-attr, operator]
     module.layers[1].register_buffer("scales", torch.ones(own))
     with pytest.raises(LayoutMismatchError) as raised:

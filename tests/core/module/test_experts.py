@@ -16,7 +16,6 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.errors import NonFiniteGradError, OptimizerNotShardableError, ReplicaMismatchError
 from tests.support.experts import (
     Case,
-    Experts,
     Outcome,
     Trainee,
     assert_equal,
@@ -170,9 +169,7 @@ def unfreeze_late() -> Outcome:
     trainee = Trainee.make(Case(2))
     trainee.model.close()
     case, mesh, module = Case(2), expert_mesh(2), make_module(Case(2))
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(mesh["ep"])
+    module.divide(mesh["ep"])
     module.layers[0].requires_grad_(False)
     model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
     trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
@@ -204,9 +201,7 @@ def test_experts_that_are_unfrozen_later_train_as_in_one_process() -> None:
 
 def norm_of_weights(options: tuple[tuple[str, Any], ...]) -> float:
     case, mesh, module = Case(2, num_experts=5, options=options), expert_mesh(2), make_module(Case(2, num_experts=5))
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(mesh["ep"])
+    module.divide(mesh["ep"])
     module.layers[0].requires_grad_(False)
     model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
     norm = float(DistributedOptimizer(case.make_optimizer(module.parameters()), model).param_norm())
@@ -253,9 +248,7 @@ def save_on_last_row() -> dict[Any, Any]:
     """Rank 0 is not in the mesh's first row."""
     case, module = Case(2, optimizer="adamw"), make_module(Case(2))
     mesh = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("edp", "ep"))
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(mesh["ep"])
+    module.divide(mesh["ep"])
     model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
     trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(module.parameters()), model))
     trainee.train(range(2))
@@ -292,9 +285,7 @@ def refuse_each() -> dict[str, str]:
         "no buffers", other, use_distributed_optimizer=False, use_contiguous_buffers=False, overlap_grad_reduce=False
     )
     attempt("whole experts", other)
-    for layer in module.layers:
-        assert isinstance(layer, Experts)
-        layer.divide(other["a"])
+    module.divide(other["a"])
     attempt("another dimension", other)
     counters = distribute_tensor(torch.zeros(4), other["b"], [Shard(0)])
     divided = make_module(Case(2))

@@ -22,7 +22,7 @@ from tests.doors.lightning.test_lightning_experts import BATCH_SIZE, RANKS, asse
 from tests.doors.lightning.test_lightning_experts import loader as make_loader
 from tests.doors.lightning.test_lightning_tensor_parallel import num_chunks
 from tests.support.comparison import message
-from tests.support.experts import Experts, Model
+from tests.support.experts import Model
 from tests.support.tensor_parallel import LanguageModel, plan, whole
 
 from ..accelerate_loops import Worlds, make_accelerator
@@ -37,9 +37,7 @@ def make_model(accelerator: Any) -> Model:
     torch.manual_seed(5)
     module = Model(5)
     if (mesh := getattr(accelerator, "expert_mesh", None)) is not None:
-        for layer in module.layers:
-            assert isinstance(layer, Experts)
-            layer.divide(mesh["expert_parallel"])
+        module.divide(mesh["expert_parallel"])
     return module
 
 

@@ -20,7 +20,7 @@ from tests.doors.lightning.test_lightning_context_parallel import IGNORED, SAMPL
 from tests.doors.lightning.test_lightning_experts import RANKS, assert_close, loader
 from tests.doors.lightning.test_lightning_tensor_parallel import num_chunks, read
 from tests.support.comparison import message
-from tests.support.experts import Experts, Model
+from tests.support.experts import Model
 from tests.support.tensor_parallel import whole
 
 from ..rank_processes import Ranks
@@ -38,9 +38,7 @@ def make_model(fabric: Fabric) -> Model:
     torch.manual_seed(5)
     module = Model(5)
     if (mesh := getattr(fabric.strategy, "expert_mesh", None)) is not None:
-        for layer in module.layers:
-            assert isinstance(layer, Experts)
-            layer.divide(mesh["expert_parallel"])
+        module.divide(mesh["expert_parallel"])
     return module
 
 

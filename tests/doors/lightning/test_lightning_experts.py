@@ -3,8 +3,6 @@ and resumes as in one process that has all of them."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from megastrategy import MegatronDDPStrategy
 from megastrategy.core import OpenDirectory
 from megastrategy.tools.conversion import consolidate
 from tests.support.comparison import message
-from tests.support.experts import Experts, Model
+from tests.support.experts import Model
 from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
@@ -46,9 +44,7 @@ class LitExperts(pl.LightningModule):
     def configure_model(self) -> None:
         mesh = getattr(self.trainer.strategy, "expert_mesh", None)  # None under "ddp"
         if mesh is not None and self.divides:
-            for layer in self.model.layers:
-                assert isinstance(layer, Experts)
-                layer.divide(mesh["expert_parallel"])
+            self.model.divide(mesh["expert_parallel"])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.model.loss(*batch, self.model)
@@ -350,17 +346,6 @@ def test_after_an_exception_only_a_whole_model_is_saved_and_the_next_fit_trains(
 ) -> None:
     assert mesh.run(fit_raising, options, tmp_path / "saved") == [["in the third step"]] * RANKS
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == num_saved
-
-
-@pytest.mark.fresh
-def test_strategies_without_experts_do_not_import_them() -> None:
-    code = (
-        "import sys, megastrategy.lightning as pl, megastrategy.fabric as fabric, megastrategy.accelerate as hf;"
-        "pl.MegatronDDPStrategy(), fabric.MegatronDDPStrategy(), hf.MegatronDDPPlugin();"
-        "print('megastrategy.core.module.experts' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import whole
+from tests.support.tiers import cases_that_run
 
 transformers = pytest.importorskip("transformers")
 
-RANKS, EP, STEPS = 4, 2, 20
+RANKS, EP, STEPS = 4, 2, 6
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -99,9 +100,9 @@ def train(kind: str, exchange: str, sharded: bool, over: str) -> tuple[dict[str,
     return weights, norms, state["state"], held
 
 
-def on_ranks() -> dict[Any, Any]:
+def on_ranks(cases: list[tuple[str, str, bool, str]]) -> dict[Any, Any]:
     torch.manual_seed(0)
-    return {case: train(*case) for case in CASES}
+    return {case: train(*case) for case in cases}
 
 
 def train_alone(kind: str, dp: int) -> tuple[dict[str, Tensor], list[float], Any, int]:
@@ -121,10 +122,11 @@ def train_alone(kind: str, dp: int) -> tuple[dict[str, Tensor], list[float], Any
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[Any, Any]]:
-    return run_processes(RANKS, on_ranks)
+def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_processes(RANKS, on_ranks, cases_that_run(request, "kind", "exchange", "sharded", "over"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "exchange", "sharded", "over"), CASES)
 def test_they_train_as_in_one_process(
     ranks: list[dict[Any, Any]], kind: str, exchange: str, sharded: bool, over: str
