@@ -119,7 +119,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             return [grad for grad in engine.local_parts.local_grads(params) if grad is not None]
         indices = [engine.index_by_id[id(param)] for param in params]
         engine.grad_buffers.adopt_written_grads(indices)
-        grads = [engine.owned_grad(index) for index in indices if engine.grad_buffers.has_grad[index]]
+        grads = [engine.grad_buffers.owned(index) for index in indices if engine.grad_buffers.has_grad[index]]
         return [grad for grad in grads if grad is not None]
 
 

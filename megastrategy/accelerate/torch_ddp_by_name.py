@@ -51,11 +51,11 @@ class TorchDDPByName(TorchDDP):
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward broadcasts the module's buffers, where ``broadcast_buffers`` is on."""
-        return bool(self.__dict__.get("_buffers_differ", True))
+        return bool(self.__dict__.get("buffers_differ", True))
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_differ = bool(value)
+        self.buffers_differ = bool(value)
 
 
 _OWN = ("require_forward_param_sync", "reducer")

@@ -62,6 +62,7 @@ class DistributedDataParallel(nn.Module):
         module: the wrapped module.
         device: of all parameters.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
+        buffers_differ: whether module buffers may have changed since they were last broadcast.
 
     Raises:
         ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or DTensors
@@ -90,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         self.static_graph_is_declared = False
         self.require_backward_grad_sync = True
         self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
-        self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
+        self.buffers_differ = True
         self._engine: Engine | None = Engine(
             self,
             self.ddp_config,
@@ -129,14 +130,9 @@ class DistributedDataParallel(nn.Module):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return logging_data(self)
 
-    @property
-    def buffers_may_differ(self) -> bool:
-        """Whether module buffers may have changed since they were last broadcast."""
-        return self._buffers_differ
-
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers."""
-        return self._buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())
+        return self.buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())
 
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError, with the alternative."""
@@ -209,7 +205,7 @@ class DistributedDataParallel(nn.Module):
                 group.before_forward(args, kwargs)
         if engine.param_buffers is not None:
             engine.param_gather.before_forward()
-        if self._buffers_differ and self.ddp_config.broadcast_buffers:
+        if self.buffers_differ and self.ddp_config.broadcast_buffers:
             engine.broadcast_buffers()
         # If nothing could be sent earlier, a single graph is faster.
         is_split = training and engine.sends_under_backward and len(engine.layout.buckets) > 1
@@ -218,7 +214,7 @@ class DistributedDataParallel(nn.Module):
     @_disable_dynamo
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
-        self._buffers_differ = training and sync
+        self.buffers_differ = training and sync
         # A forward that runs the backwards of a batch leaves nothing for a later backward.
         if training and engine.reducer.batch is None:
             engine.reducer.after_forward(outputs, sync)
@@ -278,7 +274,7 @@ class DistributedDataParallel(nn.Module):
 
     def leave_buffers_apart(self) -> None:
         """Keeps each rank's module buffers of its last forward: the next forward does not broadcast."""
-        self._buffers_differ = False
+        self.buffers_differ = False
 
     def include_trainable(self) -> None:
         """Adds parameters that require gradients now and did not before, so that they are synchronised.

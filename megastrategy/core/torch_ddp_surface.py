@@ -117,7 +117,7 @@ DDP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "bucket_bytes_cap": lambda model: max(bucket_bytes(model), default=0),
     "bucket_bytes_cap_default": lambda model: model.ddp_config.bucket_size is None,
     "use_side_stream_for_tensor_copies": lambda model: False,
-    "require_forward_param_sync": lambda model: model.buffers_may_differ,
+    "require_forward_param_sync": lambda model: model.buffers_differ,
     "device_ids": lambda model: None if model.device.type == "cpu" else [_index(model)],
     "output_device": _index,
     "device_type": lambda model: model.device.type,

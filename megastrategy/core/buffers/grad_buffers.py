@@ -270,10 +270,14 @@ class GradBuffers(ABC):
         assert state.sums is not None, "parameters are sharded only where gradients are scattered"
         return state.sums[start - state.shard[0] : end - state.shard[0]]
 
+    def owned(self, param: int) -> Tensor | None:
+        """Returns this rank's part of a reduce-scattered gradient, as a view; None if it owns no part."""
+        owned = self.layout.owned_range(param, self._dp_rank)
+        return None if owned is None else self.reduced(self.layout.slots[param].bucket, *owned)
+
     def _owned_sums(self, param: int) -> Tensor | None:
-        """Returns this rank's part of a parameter's reduced gradient, if that has memory of its own."""
-        bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
-        return None if self._buckets[bucket].sums is None or owned is None else self.reduced(bucket, *owned)
+        """Returns the same if it has memory of its own."""
+        return None if self._buckets[self.layout.slots[param].bucket].sums is None else self.owned(param)
 
     def local_grads(self, params: Iterable[int]) -> list[Tensor]:
         """Returns views of this rank's parts of the gradients of these parameters, as the optimizer steps with them."""
@@ -283,8 +287,8 @@ class GradBuffers(ABC):
             if not self.has_grad[index]:
                 continue
             if self.is_sharded(index):
-                if (owned := self.layout.owned_range(index, self._dp_rank)) is not None:
-                    parts.append(self.reduced(self.layout.slots[index].bucket, *owned))
+                if (owned := self.owned(index)) is not None:
+                    parts.append(owned)
             elif grad is not None:
                 parts.append(self.local_parts.local_view(grad).detach())
         return parts
@@ -310,8 +314,8 @@ class GradBuffers(ABC):
             state.is_reduced = True
         self._show_reduced(range(len(self.params)))
         for index, shard in shards.items():
-            start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
-            self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
+            if (owned := self.owned(index)) is not None:
+                owned.copy_(shard)
 
     def keep_views_of(self, other: GradBuffers) -> None:
         """Replaces ``other``, of a different layout, but not the tensors that were ``.grad``: user code that refers to

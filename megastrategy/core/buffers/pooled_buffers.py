@@ -189,7 +189,7 @@ class PooledGradBuffers(GradBuffers):
     # --- between backwards -------------------------------------------------------------------------------------------
 
     def _take_written(self, param: int, grad: Tensor) -> None:
-        part, sums = self.local_parts.local_grad(self.params[param]), self._owned_sums(param)
+        part, sums = self.local_parts.local_grad(self.params[param]), self.owned(param)
         assert part is not None
         if sums is not None:
             start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)

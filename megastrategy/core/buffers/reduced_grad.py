@@ -87,12 +87,8 @@ class ReducedGrad(Tensor):
         )
         # Its address is null: code that asks for it in C++ (to_dlpack, extensions) would read random memory, or crash.
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.spec, made.pending, made.represented, made._all_reduce_option = (
-            spec,
-            pending,
-            represented,
-            all_reduce_option,
-        )
+        made.spec, made.pending, made.represented = spec, pending, represented
+        made._all_reduce_option = all_reduce_option
         return made
 
     def take_pending(self) -> Tensor | None:

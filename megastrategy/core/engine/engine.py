@@ -472,11 +472,6 @@ class Engine:
         else:
             self.grad_buffers.zero(indices)
 
-    def owned_grad(self, index: int) -> Tensor | None:
-        """Returns this rank's part of a reduce-scattered gradient, as a view; None if it owns no part."""
-        owned = self.layout.owned_range(index, self.collectives.rank)
-        return None if owned is None else self.grad_buffers.reduced(self.layout.slots[index].bucket, *owned)
-
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish_param_gather(self) -> None:

@@ -79,8 +79,8 @@ _GRAD = "grad"
 class _ReducedGrads(ShardHolder):
     """Holds the reduce-scattered gradients."""
 
-    def __init__(self, buffers: GradBuffers, rank: int, *, may_move: bool) -> None:
-        self._buffers, self._rank, self._may_move = buffers, rank, may_move
+    def __init__(self, buffers: GradBuffers, *, may_move: bool) -> None:
+        self._buffers, self._may_move = buffers, may_move
         self.shards: dict[int, Tensor] = {}
 
     def describe(self) -> Contents | None:
@@ -94,9 +94,7 @@ class _ReducedGrads(ShardHolder):
         }
 
     def part(self, param: int, name: str) -> Tensor | None:
-        layout = self._buffers.layout
-        owned = layout.owned_range(param, self._rank)
-        return None if owned is None else self._buffers.reduced(layout.slots[param].bucket, *owned)
+        return self._buffers.owned(param)
 
     def adopt(self, contents: Contents) -> None:
         self.shards = {index: values[_GRAD] for index, values in contents.items()}
@@ -123,7 +121,9 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     with torch.no_grad():
         # Without shards every rank has everything, and moves by itself.
         if engine.param_buffers is None:
-            _change_whole(engine, layout)
+            engine.layout = layout
+            engine.grad_buffers = engine.make_grad_buffers()
+            engine.grad_buffers.keep_views_of(grads)
         else:
             # Weights that have not arrived yet would be copied with their values before the step.
             engine.finish_param_gather()
@@ -132,7 +132,7 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
             grads.adopt_written_grads(range(len(engine.params)))
             # A CUDA graph that was captured since the wrapping would read the weights at their old addresses.
             may_move = not captured_modules(engine.module, engine.params)
-            reduced = _ReducedGrads(grads, engine.collectives.rank, may_move=may_move)
+            reduced = _ReducedGrads(grads, may_move=may_move)
             optimizers = {number: holder for number, ref in enumerate(engine.shard_holders) if (holder := ref())}
             contents = _gather({_GRADS: reduced, **optimizers}, engine, layout)
             if not _on_all_tensor_ranks(contents is not None, engine) or contents is None:
@@ -147,14 +147,6 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     engine.reducer.move_to(engine.grad_buffers)
     engine.emit(EventKind.LAYOUT_CHANGED, len(layout.buckets))
     return True
-
-
-def _change_whole(engine: Engine, layout: BufferLayout) -> None:
-    """Changes to ``layout`` where nothing is sharded: gradients are copied."""
-    before = engine.grad_buffers
-    engine.layout = layout
-    engine.grad_buffers = engine.make_grad_buffers()
-    engine.grad_buffers.keep_views_of(before)
 
 
 def _change_shards(engine: Engine, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
@@ -194,7 +186,10 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     own: dict[int, Contents] = {}
     for number, contents in whole.items():
         own[number] = {
-            index: {name: _from_host(value, device) for name, value in values.items()}
+            index: {
+                name: value.value.to(device) if isinstance(value, _OnDevice) else value
+                for name, value in values.items()
+            }
             for index, values in contents.items()
             if layout.owned_range(index, collectives.rank) is not None
         }
@@ -202,7 +197,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     for bucket in present.buckets:
         for number, contents in whole.items():
             kept = [
-                (name, value) for i in bucket.params for name, value in contents.get(i, {}).items() if _is_cut(value)
+                item for i in bucket.params for item in contents.get(i, {}).items() if isinstance(item[1], PerElement)
             ]
             # One collective for each kind of tensor in the bucket, in the order of the merged description, which is the
             # same on all ranks. Parameters may lack a kind (no step yet), or have it in another dtype.
@@ -268,16 +263,12 @@ def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Conten
                 # All owners must have the same kinds of sharded tensors; of other values the lowest rank's is used.
                 known = merged[number].setdefault(index, dict(values))
                 for name, value in values.items():
-                    if (_is_cut(value) or _is_cut(known.get(name))) and known.get(name, value) != value:
+                    other = known.setdefault(name, value)
+                    if (isinstance(value, PerElement) or isinstance(other, PerElement)) and other != value:
                         return None
-                    known.setdefault(name, value)
     has_grad = [set(described[_GRADS] or ()) for described in by_rank]  # user code may write gradients on one rank only
     same_holders = all(described.keys() == by_rank[0].keys() for described in by_rank)
     return merged if same_holders and has_grad.count(has_grad[0]) == len(has_grad) else None
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, PerElement)
 
 
 def _on_host(described: Mapping[int, Contents | None], collectives: Collectives) -> dict[int, Contents | None]:
@@ -299,8 +290,3 @@ def _on_host(described: Mapping[int, Contents | None], collectives: Collectives)
 
 def _is_on_device(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not devices.is_on_host(value.device)
-
-
-def _from_host(value: Any, device: torch.device) -> Any:
-    """Returns a value of another rank for this one, with tensors on its device. A PerElement stays as it is."""
-    return value.value.to(device) if isinstance(value, _OnDevice) else value

@@ -29,7 +29,7 @@ def full_grad(engine: Engine, param: Parameter) -> Tensor | None:
         return None
     spec, slot = engine.layout.params[index], engine.layout.slots[index]
     full = torch.zeros(spec.numel, dtype=engine.layout.buffers[slot.buffer].sum_dtype, device=engine.device)
-    owned, own_grad = engine.layout.owned_range(index, engine.collectives.rank), engine.owned_grad(index)
+    owned, own_grad = engine.layout.owned_range(index, engine.collectives.rank), grads.owned(index)
     domain = engine.layout.buckets[slot.bucket].domain
     in_first_instance = engine.collectives.rank < engine.layout.num_shards  # others own the same
     if owned is not None and own_grad is not None and in_first_instance:
@@ -57,7 +57,7 @@ def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     norms = zero_norms(len(engine.params), engine.device)
     own = norms.clone()
     for index in sharded:
-        if grads.has_grad[index] and (grad := engine.owned_grad(index)) is not None:
+        if grads.has_grad[index] and (grad := grads.owned(index)) is not None:
             own[index : index + 1] = norms_of([grad], norm_type, own.dtype)
     if is_scattered:
         norms = norms_over_owners(own, norm_type, engine.shard_collectives)

@@ -45,15 +45,12 @@ class GradAccumulators:
         self._params += params
         self._add(params)
 
-    def add_unfrozen(self) -> None:
-        """Adds the nodes of parameters that were frozen before and are not now."""
+    def update_stream(self) -> None:
+        """Adds nodes of unfrozen parameters; creates all anew if the loop has changed to another stream, for which
+        hooks would wait."""
         if self._frozen:
             frozen, self._frozen = self._frozen, []
             self._add(frozen)
-
-    def update_stream(self) -> None:
-        """Creates the nodes anew if the training loop has changed to another stream, for which hooks would wait."""
-        self.add_unfrozen()
         # The host has no streams.
         if not self._params or devices.is_on_host(self._device):
             return
@@ -76,6 +73,7 @@ class GradAccumulators:
         self._params, self._nodes, self._frozen, self._stream = [], [], [], None
 
     def _mark(self, mark: object) -> None:
+        # Not in the caller, where the loop's variable would keep the last node alive.
         for node in self._nodes:
             node.metadata[_MARK] = mark
 

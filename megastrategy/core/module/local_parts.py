@@ -137,20 +137,19 @@ def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]
     return {name: param for name, param in named if isinstance(param, kind)}
 
 
-def cut_like(param: Any, whole: Tensor) -> Tensor:
-    """Returns a full tensor as a DTensor that is cut as ``param`` is, around a view of this rank's part. Sends nothing.
+def cut_param(param: Any) -> CutParam:
+    """Returns how a DTensor of one mesh dimension is cut."""
+    [placement], mesh = param.placements, param.device_mesh
+    dim = placement.dim % param.dim()
+    return CutParam(tuple(param.shape), dim, cut_of(param.shape[dim], mesh.get_local_rank(), mesh.size()))
 
-    ``param``: a DTensor of one mesh dimension.
-    """
-    [placement], part = param.placements, whole
-    if not placement.is_replicate():
-        dim = placement.dim % param.dim()
-        start, end = cut_of(param.shape[dim], param.device_mesh.get_local_rank(), param.device_mesh.size())
-        part = whole.narrow(dim, start, end - start)
-    cut: Tensor = type(param).from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+
+def as_dtensor(part: Tensor, like: Any) -> Tensor:
+    """Returns this rank's part, in the same memory, as a DTensor that is cut as ``like`` is. Sends nothing."""
+    made: Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return cut
+    return made
 
 
 def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     for name, param in dtensors_of(module, each_name=True).items():
         value = state.get(name)
         if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == param.shape:
-            cut[name] = cut_like(param, value)
+            cut[name] = as_dtensor(value if param.placements[0].is_replicate() else cut_param(param).cut(value), param)
     return cut
 
 

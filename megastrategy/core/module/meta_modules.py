@@ -39,13 +39,9 @@ def replace_meta(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[st
 
     had_some = {}
     for name, child in module.named_modules():
-        owners = [own for own in (child._parameters, child._buffers) if any(map(_is_on_meta, own.values()))]
-        for own in owners:
-            own.update({key: real(tensor) for key, tensor in own.items() if tensor is not None and tensor.is_meta})
-        if owners:
-            had_some[name] = child
+        for own in (child._parameters, child._buffers):
+            on_meta = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
+            if on_meta:
+                own.update({key: real(tensor) for key, tensor in on_meta.items()})
+                had_some[name] = child
     return had_some
-
-
-def _is_on_meta(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta

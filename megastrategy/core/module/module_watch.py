@@ -65,11 +65,9 @@ class ModuleWatch:
         """
         module = self._top["module"]
         assert module is not None, "torch refuses None for a module"
-        children, buffers, scripted = (
-            [self._top],
-            list[tuple[Any, frozenset[str]]](),
-            list[tuple[Any, str, Parameter]](),
-        )
+        children = [self._top]
+        buffers: list[tuple[Any, frozenset[str]]] = []
+        scripted: list[tuple[Any, str, Parameter]] = []
         places: dict[int, tuple[dict[str, Parameter | None], str]] = {}
         for prefix, child in module.named_modules():
             # torch.jit's modules keep their children. A module without children may get some, in which case a
@@ -100,10 +98,8 @@ class ModuleWatch:
         self._removed = set(map(id, removed.values()))
         self.frozen, self._others, self._buffers = [p for p in unwanted if not p.requires_grad], others, buffers
         self._params, self._names = list(params), [names[id(param)] for param in params]
-        self._holders, self._keys = (
-            [places[id(param)][0] for param in params],
-            [places[id(param)][1] for param in params],
-        )
+        self._holders = [places[id(param)][0] for param in params]
+        self._keys = [places[id(param)][1] for param in params]
         self._children, self._children_seen = children, [dict(each) for each in children]
         self._scripted = [place for place in scripted if id(place[2]) in wanted]
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
 from ..collectives import Collectives, check_all_agree, private_group, ranks_of
-from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
+from .local_parts import CutParam, LocalParts, as_dtensor, cut_of, cut_param, dtensors_of
 from .model_parallel import ModelGroup
 
 
@@ -57,9 +57,7 @@ class DTensorParts(LocalParts):
         if not isinstance(whole, DTensor):
             return part
         with torch.no_grad():
-            return DTensor.from_local(
-                part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            return as_dtensor(part, whole)
 
     def local_grad(self, param: Parameter) -> Tensor | None:
         grad: Tensor | None = param.grad
@@ -111,13 +109,9 @@ class DTensorParts(LocalParts):
         return largest * (int(param.numel()) // rows)
 
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
-        return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
-
-    def _cut_param(self, param: Any) -> CutParam:
-        dim, mesh = param.placements[0].dim % param.dim(), param.device_mesh
-        cut = CutParam(tuple(param.shape), dim, cut_of(param.shape[dim], mesh.get_local_rank(), mesh.size()))
-        assert cut.part_shape == tuple(self.local_view(param).shape), "as DTensor cuts"
-        return cut
+        cuts = {key: cut_param(param) for key, param in named.items() if self.is_cut(param)}
+        assert all(cut.part_shape == self.local_view(named[key]).shape for key, cut in cuts.items()), "as DTensor cuts"
+        return cuts
 
 
 class PartsGroup(ModelGroup):

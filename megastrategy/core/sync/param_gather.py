@@ -180,14 +180,11 @@ class ParamGather:
             if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
                 param.__class__ = type(param)._plain  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
-            if id(module) in self._hooks and not any(map(self._is_awaited, module._parameters.values())):
+            if id(module) in self._hooks and not any(id(p) in self._bucket_of for p in module._parameters.values()):
                 self._hooks.pop(id(module)).remove()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         self.finish_params(param for param in module._parameters.values() if param is not None)
-
-    def _is_awaited(self, param: Tensor | None) -> bool:
-        return id(param) in self._bucket_of
 
     def _params_of(self, bucket: int) -> list[Parameter]:
         return [self._buffers.params[index] for index in self._buffers.layout.buckets[bucket].params]

@@ -468,13 +468,9 @@ class Reducer:
         while (bucket := self._launched.num) < len(self._missing) and self._missing[bucket] == 0:
             # Hazard: a backward of divided experts exchanges tokens. A rank that waits here for a bucket of a rank
             # whose experts got none, and whose bucket follows its backward, would keep that rank waiting for tokens.
-            if not self._launched.has_space_for(bucket, self.buffers) and self._exchanges_tokens:
+            if not self._launched.has_space_for(bucket, self.buffers) and len(self._layout.domains) > 1:
                 return
             self._launch(bucket)
-
-    @property
-    def _exchanges_tokens(self) -> bool:
-        return any(len(buffer.domain.groups) > 1 for buffer in self._layout.buffers)
 
     def _launch(self, bucket: int) -> None:
         with profiler_range("reduce", bucket):
