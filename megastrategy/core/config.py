@@ -165,6 +165,7 @@ _NO_SHARDS = "use_distributed_optimizer", False
 _NO_OWNER = (
     "an all-reduce has no owner that sums what was rounded once, or that keeps exact weights. Pass one of the two"
 )
+_WHOLE_STATE = "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two"
 _SHARDED_SUMS = "pooled gradients are summed in the shards of the distributed optimizer"
 _FLATTENED = "without persistent buffers gradients are flattened and all-reduced after backward"
 CONTRADICTIONS = (
@@ -209,16 +210,8 @@ CONTRADICTIONS = (
     ),
     Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
     Contradiction("param_wire_dtype", *_NO_SHARDS, _NO_OWNER),
-    Contradiction(
-        "optimizer_state_dtype",
-        *_NO_SHARDS,
-        "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two",
-    ),
-    Contradiction(
-        "offload_optimizer_states",
-        *_NO_SHARDS,
-        "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two",
-    ),
+    Contradiction("optimizer_state_dtype", *_NO_SHARDS, _WHOLE_STATE),
+    Contradiction("offload_optimizer_states", *_NO_SHARDS, _WHOLE_STATE),
     Contradiction(
         "store_param_remainders",
         *_NO_SHARDS,

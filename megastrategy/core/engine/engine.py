@@ -356,8 +356,8 @@ class Engine:
             if self.collectives.size > 1:
                 check_no_experts(self.named_params(), self.local_parts)
             close_other_engines(joining)
-            is_sharded = layout.num_shards > 1
-            check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
+            if layout.num_shards > 1:  # otherwise parameters do not move, and shared memory stays shared
+                check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option)
             sent = named_buffers(self.module, self._ignored) if not known else {}
             layout = agree_on_layout(layout, self.config, self.collectives, sent)
             for group in self.model_parallel.groups:

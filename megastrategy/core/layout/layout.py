@@ -327,28 +327,25 @@ class BufferLayout:
         # Owners follow from rank and place: with different numbers the two halves would have different owners.
         assert self.domain == other.domain
         num_params, num_buffers, num_buckets = len(self.params), len(self.buffers), len(self.buckets)
-        return BufferLayout(
+        slots = [
+            dataclasses.replace(slot, buffer=slot.buffer + num_buffers, bucket=slot.bucket + num_buckets)
+            for slot in other.slots
+        ]
+        buckets = [
+            dataclasses.replace(
+                bucket,
+                index=bucket.index + num_buckets,
+                buffer=bucket.buffer + num_buffers,
+                params=tuple(index + num_params for index in bucket.params),
+            )
+            for bucket in other.buckets
+        ]
+        return dataclasses.replace(
+            self,
             params=self.params + other.params,
-            slots=self.slots
-            + tuple(
-                dataclasses.replace(slot, buffer=slot.buffer + num_buffers, bucket=slot.bucket + num_buckets)
-                for slot in other.slots
-            ),
+            slots=(*self.slots, *slots),
             buffers=self.buffers + other.buffers,
-            buckets=self.buckets
-            + tuple(
-                dataclasses.replace(
-                    bucket,
-                    index=bucket.index + num_buckets,
-                    buffer=bucket.buffer + num_buffers,
-                    params=tuple(index + num_params for index in bucket.params),
-                )
-                for bucket in other.buckets
-            ),
-            domain=self.domain,
-            piece_numel=self.piece_numel,
-            state_dtype=self.state_dtype,
-            offloads_state=self.offloads_state,
+            buckets=(*self.buckets, *buckets),
         )
 
     def describe(self) -> dict[str, list[list[object]]]:

@@ -75,9 +75,9 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
 
 
 def check_memory_is_own(
-    module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
+    module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str
 ) -> None:
-    """Raises ValueError if one of ``params`` moves into a buffer, and other tensors or a CUDA graph use its memory.
+    """Raises ValueError if other tensors, or a CUDA graph, use the memory of ``params``, which move into a buffer.
 
     ``all_reduce_option`` is the remedy in the message.
     """
@@ -90,9 +90,6 @@ def check_memory_is_own(
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, id(whole) in joining))
-    # Without shards parameters do not move, and shared memory stays shared.
-    if not sharded:
-        return
     if captured := captured_modules(module, params):
         which = repr(captured[0]) if captured[0] else "the module itself"
         raise ValueError(
