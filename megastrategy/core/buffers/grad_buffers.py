@@ -353,8 +353,8 @@ class GradBuffers(ABC):
             spec, whole = self.layout.params[param], self.params[param]
             if tuple(whole.shape) != spec.shape:  # torch accepts only gradients of the parameter's shape
                 spec = dataclasses.replace(spec, shape=tuple(whole.shape), stride=whole.stride())
-            represented = RepresentedGrad(zero)
-            known = self._stand_ins[param] = ReducedGrad(spec, whole.device, represented, self.all_reduce_option)
+            represented = RepresentedGrad(spec, self.all_reduce_option, zero)
+            known = self._stand_ins[param] = ReducedGrad(represented, whole.device)
         elif known.pending is not None:  # left from a backward that failed
             known.pending = None
         return known

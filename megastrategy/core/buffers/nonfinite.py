@@ -48,10 +48,8 @@ class FiniteCheck:
     host would wait, in each bucket's hook, for all of backward so far. So the largest magnitude of each gradient stays
     on the device, one kernel per bucket, and the host reads all of them at once when backward has ended.
 
-    Args:
-        rank: its name.
-        before_read: called before the host reads the device, a read that may wait for another rank: for weights that
-            are gathered under the forward, or for the sums of pieces.
+    ``rank``: its name. ``before_read`` is called before the host reads the device, a read that may wait for another
+    rank: for weights that are gathered under the forward, or for the sums of pieces.
     """
 
     def __init__(self, rank: str, before_read: Callable[[torch.device], object] = lambda _: None) -> None:

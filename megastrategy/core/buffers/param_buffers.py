@@ -39,11 +39,10 @@ class ParamBuffers:
         layout: BufferLayout,
         params: Sequence[Parameter],
         device: torch.device,
-        parts: LocalParts | None = None,
+        parts: LocalParts,
         memory: Sequence[Tensor] = (),
     ) -> None:
-        self._device, self._memory = device, memory
-        self._local_parts = parts or LocalParts()
+        self._device, self._local_parts, self._memory = device, parts, memory
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []

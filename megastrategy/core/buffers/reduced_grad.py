@@ -13,6 +13,7 @@ gradient gets another one, so that putting the old one back is noticed.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, SupportsIndex
@@ -39,34 +40,31 @@ def inside_node() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+@dataclasses.dataclass(eq=False)
 class RepresentedGrad:
-    """One reduced gradient, until it is dropped: it has one stand-in, and copies (``has_copies``)
-    where that was detached."""
+    """One reduced gradient, until it is dropped: it has one stand-in, and copies where that was detached.
 
-    def __init__(self, zero: Callable[[RepresentedGrad], None]) -> None:
-        self._zero = zero
-        self.has_copies = False
+    Attributes:
+        spec: the parameter's; stand-ins have its shape and stride, and the gradient's dtype.
+        all_reduce_option: the option of the user's door that gives full gradients.
+        zero: zeroes the gradient that it is called with.
+    """
 
-    def zero(self) -> None:
-        """Zeroes it."""
-        self._zero(self)
+    spec: ParamSpec
+    all_reduce_option: str
+    zero: Callable[[RepresentedGrad], None]
+    has_copies: bool = False
 
 
 class ReducedGrad(Tensor):
     """Represents the reduced gradient of one parameter; see [Note: why .grad is a stand-in after reduce-scatter].
 
-    Args:
-        spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
-        all_reduce_option: the option of the user's door that gives full gradients.
-
     Attributes:
         pending: a local gradient (memory of its own, dense or sparse) that autograd has added since; None for none.
     """
 
-    spec: ParamSpec
     pending: Tensor | None
     represented: RepresentedGrad
-    _all_reduce_option: str
 
     # properties are read by every loop over parameters, and mean what they mean for any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -74,21 +72,18 @@ class ReducedGrad(Tensor):
     @staticmethod
     def __new__(
         cls,
-        spec: ParamSpec,
-        device: torch.device,
         represented: RepresentedGrad,
-        all_reduce_option: str,
-        *,
+        device: torch.device,
         dtype: torch.dtype | None = None,
         pending: Tensor | None = None,
     ) -> ReducedGrad:
+        spec = represented.spec
         made: ReducedGrad = Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
         )
         # Its address is null: code that asks for it in C++ (to_dlpack, extensions) would read random memory, or crash.
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.spec, made.pending, made.represented = spec, pending, represented
-        made._all_reduce_option = all_reduce_option
+        made.pending, made.represented = pending, represented
         return made
 
     def take_pending(self) -> Tensor | None:
@@ -109,7 +104,7 @@ class ReducedGrad(Tensor):
         # As an operand elsewhere (x.add_(p.grad)) it would be read, and raises below.
         if isinstance(first, ReducedGrad):
             if func is _ATEN.zero_.default:
-                first.represented.zero()
+                first.represented.zero(first.represented)
                 return first
             if func is _ATEN.detach.default:
                 return first._like(first.device, first.dtype)
@@ -130,28 +125,27 @@ class ReducedGrad(Tensor):
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
         self.represented.has_copies = True
-        options = self.represented, self._all_reduce_option
-        return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
+        return ReducedGrad(self.represented, torch.device(device), dtype, pending)
 
     def check_is_of(self, spec: ParamSpec, present: RepresentedGrad | None) -> None:
         """Raises ReducedGradError if it represents another parameter's gradient, or a different one than
         ``present``."""
-        if spec.name != self.spec.name:
+        if spec.name != self.represented.spec.name:
             raise self.error(f"putting a .grad into that of {spec.name!r}")
         if present is not self.represented:
             raise self.error("putting back a .grad that was dropped")
 
     def error(self, what: str) -> ReducedGradError:
         """Returns the error for an operation ``what`` that needs elements."""
+        name, option = self.represented.spec.name, self.represented.all_reduce_option
         return ReducedGradError(
-            f"{what} needs the gradient of {self.spec.name!r}, which was reduce-scattered: this rank has a shard of "
+            f"{what} needs the gradient of {name!r}, which was reduce-scattered: this rank has a shard of "
             "it, and .grad is a stand-in without elements. On all ranks, full_grad(param) of the wrapped model, its "
             "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. To clip: Lightning's "
             "gradient_clip_val or self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_, or the "
             "DistributedOptimizer's clip_grad_norm_. To step: the optimizer that configure_optimizers, fabric.setup or "
             "accelerator.prepare returned, or a DistributedOptimizer around it. To scale: megastrategy.GradScaler in "
-            "place of torch's. Or pass "
-            f"{self._all_reduce_option}: .grad is whole then, and the optimizer is not sharded"
+            f"place of torch's. Or pass {option}: .grad is whole then, and the optimizer is not sharded"
         )
 
     # --- methods that do not pass the dispatcher ---------------------------------------------------------------------
@@ -207,4 +201,4 @@ class ReducedGrad(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ReducedGrad(of {self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ReducedGrad(of {self.represented.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -168,11 +168,7 @@ class Responder:
 
 
 class RankCheck:
-    """The checks of one rank; every rank of a group has one such object.
-
-    Args:
-        store: of the group, seen by all its ranks.
-        timeout: of the group's collectives.
+    """The checks of one rank, in the store of its group; every rank has one such object.
 
     Attributes:
         progress: see :class:`Progress`; the owner counts collectives in it.

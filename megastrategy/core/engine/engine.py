@@ -71,13 +71,10 @@ class Engine:
     the model step through it.
 
     Args:
-        wrapper: the wrapper, which refers to this object. Its ``module`` is read each time, since users replace it.
-        process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
-        collectives: replaces those that the engine would make for the group.
+        wrapper: the wrapper, which refers to this object. Its ``module`` is read each time, since users replace it. The
+            other arguments are the wrapper's, too.
         should_sync: called when a backward starts, returns whether it is synchronised; see
             :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
-        all_reduce_option: how the user chooses all-reduce, for error messages with that remedy.
-        replicas: the replicas that train the model together; None if there is one.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
@@ -305,11 +302,10 @@ class Engine:
             self.include_trainable()
 
     def include_trainable(self) -> None:
-        """Includes the parameters that require gradients now and did not before, so that they are synchronised.
+        """Adds parameters that require gradients now and did not before; collective if there are any.
 
-        Runs at the beginning of every forward that trains. The parameters get buffers and buckets of their own, after
-        the others: no other parameter's offset or shard changes. Rank 0's values are broadcast, as at the start.
-        Collective if there are any, so all ranks must unfreeze the same parameters between the same two forwards.
+        The parameters get buffers and buckets of their own, after the others: no other parameter's offset or shard
+        changes. Rank 0's values are broadcast, as at the start.
         """
         self.check_open()
         layout, joined = self._plan()

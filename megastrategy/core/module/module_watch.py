@@ -23,12 +23,8 @@ from .module_params import keys_ignored, named_params
 class ModuleWatch:
     """Records which module holds each parameter, and the modules' children.
 
-    Args:
-        top: the wrapper's dictionary of modules, with the module under ``"module"``.
-        ignored: names of parameters and buffers that belong to each rank.
-
-    Attributes:
-        frozen: parameters that do not require gradients, without those that were laid out.
+    ``top``: the wrapper's dictionary of modules, with the module under ``"module"``. ``frozen``: the parameters that do
+    not require gradients, without those that were laid out.
     """
 
     def __init__(self, top: dict[str, nn.Module | None], ignored: frozenset[str] = frozenset()) -> None:

@@ -34,9 +34,7 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
     The stage knows only torch's DDP and FSDP. For another wrapper it runs a synchronised backward for every microbatch,
     and divides each ``.grad`` by their number at the end, when a reduce-scatter has emptied it.
 
-    Args:
-        model: the model whose forward is called.
-        stays_local: whether gradients accumulate under ``no_sync``, and a sharded optimizer's step will reduce them.
+    ``stays_local``: whether gradients accumulate under ``no_sync``, and a sharded optimizer's step will reduce them.
     """
     # Without an import of pipelining there is no stage, and the walk over frames takes microseconds in each forward.
     if _STAGE not in sys.modules:

@@ -59,12 +59,7 @@ def find_groups(
     expert_mesh: DeviceMesh | None,
     config: DistributedDataParallelConfig,
 ) -> tuple[LocalParts, ModelParallel]:
-    """Returns where this rank has the module's parameters, and which ranks share the model with it.
-
-    Args:
-        process_group: the data-parallel ranks; None for all.
-        expert_mesh: see :class:`~megastrategy.DistributedDataParallel`.
-    """
+    """Returns where this rank has the module's parameters, and which ranks share the model with it."""
     staged, parts = find_staged(module), LocalParts()
     groups: list[ModelGroup] = []
     if expert_mesh is not None:

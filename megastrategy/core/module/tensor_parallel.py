@@ -139,13 +139,7 @@ class PartsGroup(ModelGroup):
 
 
 class TensorGroup(PartsGroup):
-    """The ranks that have parts of the same parameters.
-
-    Args:
-        module: a module that is parallelised already.
-        process_group: the data-parallel ranks; None for all.
-        mesh: the tensor ranks, in one dimension; None for the mesh of the module's DTensors.
-    """
+    """The ranks that have parts of the same parameters: those of ``mesh``, or of the mesh of the module's DTensors."""
 
     rank_name = "tensor rank"
     kind_of_parts = "tensor-parallel"

@@ -22,10 +22,7 @@ class BucketPlanner:
     """Plans buckets for one reducer, which drops it after the first synchronised backward.
 
     There is only one move: a second would gain less than it costs, and all ranks must stop exchanging the wish for it
-    at the same time.
-
-    Args:
-        tensor_ranks: the tensor ranks, which have one layout.
+    at the same time. Tensor ranks have one layout, and move together.
     """
 
     def __init__(

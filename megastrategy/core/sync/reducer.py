@@ -63,12 +63,11 @@ class Reducer:
 
     Args:
         collectives: all data-parallel ranks, which agree on the used parameters.
-        ranks_of: returns the ranks that divide the elements of a domain's buckets.
+        ranks_of, across: see :class:`LaunchedBuckets`.
         should_sync: called when a backward starts, with the decision of the forwards before it.
         backwards: reports to the engine where backwards begin and end.
         planner: proposes an order of buckets after the first synchronised backward; None for none.
         tensor_ranks: the tensor ranks, which reject a backward together.
-        across: the sums over replicas, if there are several.
 
     Attributes:
         batch: None unless reductions are waited for at the end of a batch of several backwards.
