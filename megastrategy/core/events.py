@@ -68,6 +68,12 @@ class Event:
 Listener = Callable[[Event], None]
 
 
+def emit(listener: Listener | None, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
+    """Reports an event, if there is a listener."""
+    if listener is not None:
+        listener(Event(kind, index, ran_ns=ran_ns))
+
+
 def combine_listeners(listeners: Sequence[Listener]) -> Listener | None:
     """Returns a listener that calls all of them; None if there is none, so that the engine makes no events."""
     # A single listener is called directly: an event is made for every gradient, inside backward.

@@ -311,7 +311,7 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
         or arguments.get("ddp_comm_state") is not None
     ):
         return dict(arguments)
-    dtype = _WIRE_DTYPES[_rounding_hook(arguments).__name__]
+    dtype = _WIRE_DTYPES[(wrapper or hook).__name__]
     rest = {name: value for name, value in arguments.items() if not name.startswith("ddp_comm_")}
     if dtype is None:
         return rest
@@ -330,21 +330,15 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def describe_translation(arguments: Mapping[str, Any]) -> str:
     """Returns the line that says what the hook in the arguments became; "" without a hook, or for
     one that rounds nothing."""
-    if arguments.get("ddp_comm_hook") is None:
+    if (hook := arguments.get("ddp_comm_hook")) is None:
         return ""
-    name = _rounding_hook(arguments).__name__
+    name = (arguments.get("ddp_comm_wrapper") or hook).__name__
     if (dtype := _WIRE_DTYPES[name]) is None:
         return ""
     return (
         f"megatron_ddp: torch DDP's {name} became grad_wire_dtype={dtype!r}: gradients are sent in 16 bits, and summed "
         "in 32 by the rank that steps with them"
     )
-
-
-def _rounding_hook(arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns the wrapper around the hook, or the hook itself if there is none."""
-    wrapper: Callable[..., Any] | None = arguments.get("ddp_comm_wrapper")
-    return arguments["ddp_comm_hook"] if wrapper is None else wrapper
 
 
 def _is_known(hook: Any) -> TypeGuard[Callable[..., Any]]:

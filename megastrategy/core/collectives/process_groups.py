@@ -66,11 +66,10 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
             "sets the addresses for it), or pass process_group"
         )
+    group = group or world_group()
     # It has no entry in torch's tables, by which a new group could be named and ended.
-    if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
+    if group not in dist.distributed_c10d._world.pg_group_ranks:
         return group
-    group = group or dist.group.WORLD
-    assert group is not None, "initialised, as checked above"
     return part_of_group(group, dist.get_process_group_ranks(group), new_name(group, device), device)
 
 
@@ -103,11 +102,11 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
         )
     device = device_of_group(group, device)
     name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
-    if has_gloo(group):  # these hosts have connected before, so a failure is not the interface's
-        return part_of_group(group, ranks, name, device, backend="gloo")
     try:
         return part_of_group(group, ranks, name, device, backend="gloo")
     except RuntimeError as error:
+        if has_gloo(group):  # these hosts have connected before, so it is not the interface's failure
+            raise
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: the hosts could not connect over gloo, by which the ranks agree. "
             "Most often gloo listens on an interface that the other machines do not reach: set GLOO_SOCKET_IFNAME to "

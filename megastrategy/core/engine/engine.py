@@ -34,7 +34,7 @@ from ..collectives import (
 )
 from ..config import DistributedDataParallelConfig
 from ..errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
-from ..events import Event, EventKind, Listener
+from ..events import EventKind, Listener, emit
 from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
     ModuleWatch,
@@ -477,8 +477,7 @@ class Engine:
 
     def emit(self, kind: EventKind, index: int) -> None:
         """Reports an event to the listener, if there is one."""
-        if self._listener is not None:
-            self._listener(Event(kind, index))
+        emit(self._listener, kind, index)
 
     def check_open(self) -> None:
         """Raises ClosedError after :meth:`close`."""

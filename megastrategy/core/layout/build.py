@@ -150,11 +150,6 @@ def build_layout(
     )
 
 
-def domain_of_all(config: DistributedDataParallelConfig, dp_size: int) -> Domain:
-    """Returns the domain of parameters that all data-parallel ranks hold. Raises as :func:`build_layout`."""
-    return Domain((tuple(range(dp_size)),), _num_shards(config, dp_size))
-
-
 def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:
     """Places a parameter, or those of a chunk, from ``position`` on; returns their end."""
     numel = 0
@@ -165,14 +160,14 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
     return position + numel
 
 
-def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
-    """Returns the number of shards of a bucket; raises ValueError if the options do not fit the number of ranks."""
+def domain_of_all(config: DistributedDataParallelConfig, dp_size: int) -> Domain:
+    """Returns the domain of parameters that all data-parallel ranks hold. Raises as :func:`build_layout`."""
     if dp_size < 1:
         raise ValueError(f"dp_size={dp_size}: expected at least one rank")
     instances = config.num_distributed_optimizer_instances
     # With an all-reduce every rank owns all of every bucket.
     if not config.use_distributed_optimizer:
-        return 1
+        return Domain((tuple(range(dp_size)),), 1)
     if dp_size % instances != 0:
         divisors = ", ".join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)
         raise ValueError(
@@ -188,4 +183,4 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
                 "instances of one rank have no shards, and gradients are all-reduced. Pass fewer "
                 "instances, or leave one of the two out"
             )
-    return dp_size // instances
+    return Domain((tuple(range(dp_size)),), dp_size // instances)

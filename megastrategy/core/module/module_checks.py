@@ -20,14 +20,14 @@ from .module_params import IGNORED, named_buffers, named_params
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:
     """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of class ``own`` that is not closed."""
     for name, child in module.named_modules():
+        what = f"the submodule {name!r}" if name else "the module"
         if isinstance(child, own) and not getattr(child, "is_closed", True):
             raise ValueError(
-                f"{f'the submodule {name!r}' if name else 'the module'} is wrapped already, and one wrapper reduces a "
-                "parameter: put the module that it wraps (its .module) in its place"
+                f"{what} is wrapped already, and one wrapper reduces a parameter: put the module that it wraps (its "
+                ".module) in its place"
             )
         # A model that Accelerate has prepared is an instance of both classes, and torch's reducer is not in it.
         if isinstance(child, TorchDDP) and not isinstance(child, own):
-            what = f"the submodule {name!r}" if name else "the module"
             raise ValueError(
                 f"{what} is a DistributedDataParallel of torch's, which would reduce the gradients of its parameters "
                 "too. Put the module that it wraps (its .module) in its place, or train with torch's alone"

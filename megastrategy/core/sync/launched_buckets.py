@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..buffers import GradBuffers
 from ..collectives import Collectives, Handle, Handles
-from ..events import Event, EventKind, Listener
+from ..events import EventKind, Listener, emit
 from ..layout import BufferLayout, Domain
 from .across import AcrossReplicas
 
@@ -79,7 +79,7 @@ class LaunchedBuckets:
 
     def _start(self, bucket: int, buffers: GradBuffers, *, is_waiting: bool = False) -> Handle:
         """Launches a bucket, piece by piece; if only ``max_in_flight`` pieces may be sent, waits for the oldest."""
-        self._emit(EventKind.REDUCE_START, bucket)
+        emit(self._listener, EventKind.REDUCE_START, bucket)
         pieces: list[Handle] = []
         for piece in range(buffers.num_pieces(bucket)):
             if len(self._in_flight) == buffers.max_in_flight:
@@ -91,13 +91,13 @@ class LaunchedBuckets:
 
     def _wait_for_oldest(self, is_waiting: bool) -> None:
         if not is_waiting:
-            self._emit(EventKind.WAIT_START, 0)
+            emit(self._listener, EventKind.WAIT_START, 0)
         try:
             self._in_flight[0].wait()  # and removed when that has ended: no other reference to it may exist
             self._in_flight.popleft()
         finally:
             if not is_waiting:
-                self._emit(EventKind.WAIT_END, 0)
+                emit(self._listener, EventKind.WAIT_END, 0)
 
     def _send(self, tensor: Tensor, sums: Tensor | None, layout: BufferLayout, bucket: int) -> Handle:
         ranks = self._ranks_of(layout.buckets[bucket].domain)
@@ -112,8 +112,4 @@ class LaunchedBuckets:
 
     def _end(self, bucket: int, handle: Handle) -> None:
         handle.wait()
-        self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
-
-    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
-        if self._listener is not None:
-            self._listener(Event(kind, index, ran_ns=ran_ns))
+        emit(self._listener, EventKind.REDUCE_END, bucket, handle.ran_ns)

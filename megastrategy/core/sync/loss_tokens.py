@@ -65,6 +65,7 @@ class LossTokens:
     """The window of one reducer's gradients: the weights of its losses, and whether all were counted.
 
     Attributes:
+        buffers: of the gradients.
         is_used: whether a loss was ever counted.
         announced: the count for the next backward, if it was announced before the loss.
         unit: see [Note: gradients of a mean over tokens].
@@ -76,6 +77,7 @@ class LossTokens:
         totals: the sums of weights and losses, if they are known before :meth:`finish`.
     """
 
+    buffers: GradBuffers
     state: str | None
     open_unit: float | None
     totals: tuple[float, int] | None = None
@@ -89,18 +91,14 @@ class LossTokens:
         self.announced: float | None = None
         self.unit = _FIRST_UNIT
         self._name = name
-        self._buffers: GradBuffers
+
         self._is_due = False  # any rank has counted losses that are not corrected yet
         self._at_start: list[Any] | None = None
         self.drop()
 
-    def set_buffers(self, buffers: GradBuffers) -> None:
-        """Sets the buffers of the gradients, perhaps with added parameters."""
-        self._buffers = buffers
-
     def move_to(self, buffers: GradBuffers) -> None:
         """Sets other buffers of the same gradients; final ones stay final."""
-        self.set_buffers(buffers)
+        self.buffers = buffers
         self.remember(is_final=self._is_final)
 
     def learn(self, *, are_counted: bool) -> None:
@@ -125,15 +123,15 @@ class LossTokens:
     def on_backward_start(self) -> None:
         """Called when the outermost graph has begun, before it reaches a parameter."""
         if self.is_used:
-            self._at_start, params = self._versions(), self._buffers.params
-            left = (i for i, param in enumerate(params) if param.grad is not None and i not in self._buffers.zeroed)
+            self._at_start, params = self._versions(), self.buffers.params
+            left = (i for i, param in enumerate(params) if param.grad is not None and i not in self.buffers.zeroed)
             if self.state is _UNPREPARED and next(left, None) is None:
                 self._begin_window()
 
     def arrive(self, weight: float, unit: float) -> None:
         """Called when the backward of a loss of this weight has begun."""
         self._arrived.append(weight)
-        if any(param.requires_grad for param in self._buffers.params):
+        if any(param.requires_grad for param in self.buffers.params):
             self.open_unit = unit
 
     def drop_arrived(self) -> None:
@@ -144,7 +142,7 @@ class LossTokens:
         """Begins a new window if the gradients of this one were dropped, or were final and have been used."""
         if not self.is_used or self.is_of_batch or self.state is _UNPREPARED:
             return
-        now, params = self._at_start or self._versions(), self._buffers.params
+        now, params = self._at_start or self._versions(), self.buffers.params
         # Without frozen ones, which may belong to another optimizer (toggle_optimizer), and get nothing now.
         had = [i for i, grad in enumerate(self._seen) if grad is not None and params[i].requires_grad]
         kept = [i for i in had if now[i] is not None]
@@ -183,7 +181,7 @@ class LossTokens:
 
         None for a parameter without a gradient, or with one that was zeroed since :meth:`remember`.
         """
-        buffers = self._buffers
+        buffers = self.buffers
         return [
             None
             if not has_grad or (grad := param.grad) is None or index in buffers.zeroed
@@ -194,7 +192,7 @@ class LossTokens:
     def remember(self, *, is_final: bool) -> None:
         """Records the gradients after a backward or a reduction; ``is_final``: a step may use them."""
         if self.is_used:
-            self._buffers.zeroed.clear()
+            self.buffers.zeroed.clear()
             self._seen, self._at_start, self._is_final = self._versions(), None, is_final
 
     def _begin_window(self) -> None:
@@ -267,9 +265,9 @@ class LossTokens:
 
     def scale(self, factor: float) -> None:
         """Multiplies this rank's gradients of the window by ``factor``."""
-        params = self._buffers.params
+        params = self.buffers.params
         counted = (i for i, param in enumerate(params) if param.requires_grad or i not in self._carried)
-        if grads := self._buffers.local_grads(counted):
+        if grads := self.buffers.local_grads(counted):
             torch._foreach_mul_(grads, factor)
 
 

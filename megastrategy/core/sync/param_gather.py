@@ -26,7 +26,7 @@ from .. import devices
 from ..buffers import ParamBuffers
 from ..collectives import Collectives, Handle
 from ..errors import CollectiveError
-from ..events import Event, EventKind, Listener, profiler_range
+from ..events import EventKind, Listener, emit, profiler_range
 from ..layout import Domain, Spans
 from ..wire import add_changes_, wire_span
 
@@ -70,7 +70,7 @@ class ParamGather:
             spans: by rank, the elements that it sends; None for equal parts.
             exact: whether to send weights although changes of weights are usually sent.
         """
-        self._emit(EventKind.GATHER_START, bucket)
+        emit(self._listener, EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
             flat = self._buffers.bucket(bucket)
             self._loops_stream = devices.current_stream(flat.device)
@@ -138,7 +138,7 @@ class ParamGather:
 
     def _wait_locked(self, buckets: Sequence[int]) -> None:
         """Waits on the reader's stream and on the training loop's, since no later read will wait."""
-        self._emit(EventKind.WAIT_START, 1)
+        emit(self._listener, EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
                 for bucket in buckets:
@@ -151,7 +151,7 @@ class ParamGather:
                     if reader != self._loops_stream:
                         self._loops_stream.wait_stream(reader)
                     # Removed only now: after a failed wait it counts as missing, which a save checks.
-                    self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
+                    emit(self._listener, EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                     self._make_plain(bucket)
         except CollectiveError:  # later buckets will not arrive either
             pending, self._handles = list(self._handles), {}
@@ -160,7 +160,7 @@ class ParamGather:
                 self._make_plain(bucket)
             raise
         finally:
-            self._emit(EventKind.WAIT_END, 1)
+            emit(self._listener, EventKind.WAIT_END, 1)
 
     def _add_changes(self, bucket: int) -> None:
         """Adds the changes that other ranks have sent to the weights, which contain this rank's own already."""
@@ -209,10 +209,6 @@ class ParamGather:
             # One per class, so that isinstance checks of user code and of torch's lazy modules still hold.
             self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
         return self._classes[plain]
-
-    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
-        if self._listener is not None:
-            self._listener(Event(kind, index, ran_ns=ran_ns))
 
 
 class _Awaited:

@@ -43,7 +43,7 @@ from ..errors import (
     MicrobatchMismatchError,
     NonFiniteGradError,
 )
-from ..events import Event, EventKind, Listener, profiler_range
+from ..events import Event, EventKind, Listener, emit, profiler_range
 from ..layout import BufferLayout, Domain
 from ..module import GradAccumulators, GradHooks, ModelGroup
 from .across import AcrossReplicas
@@ -132,7 +132,7 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in self._layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[known:])
         self._planner = None  # buckets of added parameters are the last ones, and stay there
-        self.tokens.set_buffers(self.buffers)
+        self.tokens.buffers = self.buffers
         self._accumulators.extend(joined)
         self._hooks.extend(joined)
 
@@ -228,7 +228,7 @@ class Reducer:
         if self._phase is BackwardPhase.IDLE:
             self.tokens.on_backward_start()
             self.buffers.start_main_grads()
-        self._emit(EventKind.BACKWARD_START, 0)
+        emit(self._listener, EventKind.BACKWARD_START, 0)
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
         """Called by the hook of a parameter."""
@@ -274,7 +274,7 @@ class Reducer:
             self._planner.start()
         self.buffers.open()
         if not self.backwards.expects_end:
-            self._emit(EventKind.BACKWARD_START, 0)
+            emit(self._listener, EventKind.BACKWARD_START, 0)
             self.backwards.expect_end()
 
     def on_backward_end(self) -> BufferLayout | None:
@@ -293,7 +293,7 @@ class Reducer:
             self.buffers.drop_unused_grads()
             self.tokens.remember(is_final=False)
         wanted = self._end_synchronised() if synced else None
-        self._emit(EventKind.BACKWARD_END, int(synced))
+        emit(self._listener, EventKind.BACKWARD_END, int(synced))
         return wanted
 
     def _end_synchronised(self) -> BufferLayout | None:
@@ -406,7 +406,7 @@ class Reducer:
         self._is_unfinished, copies = True, copies or ModelGroup()
         while self._launched.num < len(self._layout.buckets):  # all ranks launch all buckets
             self._launch(self._launched.num)
-        self._emit(EventKind.WAIT_START, 0)
+        emit(self._listener, EventKind.WAIT_START, 0)
         self._phase = BackwardPhase.WAITING
         try:
             with profiler_range("wait for gradients"):
@@ -434,7 +434,7 @@ class Reducer:
             self._used.note_reduced(self.buffers.has_grad)
         finally:
             self._phase = BackwardPhase.IDLE
-            self._emit(EventKind.WAIT_END, 0)
+            emit(self._listener, EventKind.WAIT_END, 0)
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
@@ -545,7 +545,3 @@ class Reducer:
         buffers.seal(bucket)
         self._launched.reduce_again(bucket, buffers)
         buffers.publish(bucket)
-
-    def _emit(self, kind: EventKind, index: int) -> None:
-        if self._listener is not None:
-            self._listener(Event(kind, index))
