@@ -12,10 +12,11 @@ from .layout import (
     Bucket,
     BufferLayout,
     ParamSpec,
+    Part,
     Spans,
 )
 from .memory import describe_setup, memory_use
-from .owners import Owners, Part
+from .owners import Owners
 from .recurrent_weights import ChunkPlace, find_weight_chunks
 from .strides import contiguous_stride, dense_stride
 

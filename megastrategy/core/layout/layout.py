@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +54,18 @@ CHUNKS_HEADING = "weight in a chunk (name, chunk, first element, elements of the
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """By rank, parts ``[start, end)`` of a tensor."""
+
+
+class Part(NamedTuple):
+    """Elements ``[start, end)`` of a buffer, of one parameter."""
+
+    param: int
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,16 +315,16 @@ class BufferLayout:
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
-    def holders(self, param: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (rank, start, end) of the parts of the parameter's slot that ranks of an instance own, by address
-        (buffer offsets); nothing for a parameter without elements."""
+    def holders(self, param: int) -> Iterator[tuple[int, Part]]:
+        """Yields the ranks of an instance that own a part of the parameter's slot, by address, with that part; nothing
+        for a parameter without elements."""
         slot = self.slots[param]
         bucket = self.buckets[slot.bucket]
         start = slot.start
         while start < slot.end:
             rank = (start - bucket.start) // bucket.shard_numel
             end = min(slot.end, bucket.start + (rank + 1) * bucket.shard_numel)
-            yield rank, start, end
+            yield rank, Part(param, start, end)
             start = end
 
     @property

@@ -20,22 +20,9 @@ first, so that its owner gets nothing else: in its turn, in the last bucket, all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
-from .layout import Bucket, BufferLayout, Spans
-
-
-class Part(NamedTuple):
-    """Elements ``[start, end)`` of a buffer, of one parameter."""
-
-    param: int
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.start
+from .layout import Bucket, BufferLayout, Part, Spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +47,7 @@ class Owners:
             return numel[param] <= mean, layout.slots[param].bucket, -numel[param], param
 
         for param in sorted(numel, key=place):
-            held = {rank: part.numel for rank, part in self.holders(param)}
+            held = {rank: part.numel for rank, part in self.layout.holders(param)}
             least = min(loads)
             rank = min((rank for rank, load in enumerate(loads) if load == least), key=lambda r: (-held.get(r, 0), r))
             rank_of[param] = rank
@@ -74,10 +61,6 @@ class Owners:
             loads[rank] += self.layout.params[param].numel
         return loads
 
-    def holders(self, param: int) -> Iterator[tuple[int, Part]]:
-        """Yields the ranks that have a part of the parameter's reduced gradient, by address, with that part."""
-        return ((rank, Part(param, start, end)) for rank, start, end in self.layout.holders(param))
-
     def stepped_spans(self, bucket: Bucket, params: Collection[int]) -> Spans:
         """Returns, by rank, the parts of the bucket (offsets from its start) whose weights it steps, of
         ``params``: the parameters that it owns, and its shard of the others. Adjacent ones are one part, with
@@ -90,7 +73,7 @@ class Owners:
                 continue
             slot, owner = self.layout.slots[param], self.rank_of.get(param)
             whole = [(owner, Part(param, slot.start, slot.end))] if owner is not None and slot.start < slot.end else []
-            for rank, part in self.holders(param) if owner is None else whole:
+            for rank, part in self.layout.holders(param) if owner is None else whole:
                 start, end = part.start - bucket.start, part.end - bucket.start
                 if last == rank:
                     spans[rank][-1] = spans[rank][-1][0], end
@@ -101,7 +84,7 @@ class Owners:
 
     def is_held_by_owner(self, param: int) -> bool:
         """Whether the owner already has all of the parameter's reduced gradient, so that no rank sends any."""
-        return all(rank == self.rank_of[param] for rank, _ in self.holders(param))
+        return all(rank == self.rank_of[param] for rank, _ in self.layout.holders(param))
 
     def parts_to_send(self, params: Sequence[int], rank: int) -> list[list[Part]]:
         """Returns, by owner, the parts of gradients of ``params`` that ``rank`` has and other ranks own,
@@ -109,7 +92,7 @@ class Owners:
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in params:
             owner = self.rank_of[param]
-            parts[owner] += [part for holder, part in self.holders(param) if holder == rank != owner]
+            parts[owner] += [part for holder, part in self.layout.holders(param) if holder == rank != owner]
         return parts
 
     def parts_to_receive(self, params: Sequence[int], rank: int) -> list[list[Part]]:
@@ -117,7 +100,7 @@ class Owners:
         in the given order."""
         parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
         for param in (param for param in params if self.rank_of[param] == rank):
-            for holder, part in self.holders(param):
+            for holder, part in self.layout.holders(param):
                 if holder != rank:
                     parts[holder].append(part)
         return parts

@@ -85,11 +85,11 @@ def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set
                 assert parts == owners.parts_to_send(here, other)[rank], "what one rank sends the other expects"
                 assert not parts or other != rank
         for param in here:
-            held = [part for _, part in owners.holders(param)]
+            held = [part for _, part in owners.layout.holders(param)]
             slot = layout.slots[param]
             assert [part.start for part in held] == [slot.start, *(part.end for part in held[:-1])][: len(held)]
             assert sum(part.numel for part in held) == layout.params[param].numel
-            assert [rank for rank, part in owners.holders(param)] == [
+            assert [rank for rank, part in owners.layout.holders(param)] == [
                 rank
                 for rank in range(layout.num_shards)
                 if layout.owned_range(param, rank) and layout.params[param].numel
@@ -199,7 +199,7 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
         expected = sum(
             part.numel
             for param, owner in owners.rank_of.items()
-            for holder, part in owners.holders(param)
+            for holder, part in owners.layout.holders(param)
             if holder == rank != owner
         )
         assert sent == expected

@@ -96,7 +96,7 @@ def train_alone(
         for index, main in enumerate(mains):
             first = layout.slots[index].start
             parts = []
-            for shard, start, end in layout.holders(index):
+            for shard, (_, start, end) in layout.holders(index):
                 grads = [of_rank[index][start - first : end - first] for of_rank in by_rank]
                 parts.append(mean_in_order(grads, order_of_sums(grad_buffer, shard, size)))
             main.grad = torch.cat(parts).view_as(main)

@@ -248,7 +248,7 @@ def test_bytes_on_the_wire_with_whole_parameters_are_as_predicted(size: int, dty
     )
     owners = Owners(layout, {}).extended_by(range(len(layout.params)))
     parts = [
-        part.numel for param, owner in owners.rank_of.items() for rank, part in owners.holders(param) if rank != owner
+        part.numel for param, owner in owners.rank_of.items() for rank, part in layout.holders(param) if rank != owner
     ]
     numel = sum(spec.numel for spec in layout.params)
     flat = (4 + dtype.itemsize) * (size - 1) / size
