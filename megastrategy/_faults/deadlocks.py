@@ -125,7 +125,10 @@ class DeadlockFinder:
         return any(note.needs(here) for note in self._notes_of_others(self._name()).values())
 
     def _started(self) -> dict[str, _Started]:
-        return {name: _Started(group.num_started, list(group.last_started)) for name, group in self._groups.items()}
+        return {
+            name: _Started(group.progress.num_started, list(group.progress.last_started))
+            for name, group in self._groups.items()
+        }
 
     def _write_note(self, name: str, own: _Note) -> None:
         """Writes this rank's note, in place of the one before."""

@@ -97,7 +97,7 @@ class GlooCollectives(Collectives):
             weakref.finalize(self, _end, self._worker, self._gloo_references)
         # Counted in the caller's thread, in the order of the program: ranks compare the number to find a deadlock.
         self._count(what)
-        return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
+        return _FutureHandle(what, self._worker.submit(run), self, self.progress.num_started)
 
     def probe(self, rank: int) -> None:
         """Raises a RuntimeError if the rank's process has ended: gloo then refuses to begin a message. No
@@ -107,8 +107,8 @@ class GlooCollectives(Collectives):
     def _finish_started(self) -> None:
         if self._worker is not None:
             # An empty job behind all others. Failed ones count as finished; their handles raise.
-            last, future = self.last_started[-1], self._worker.submit(lambda: None)
-            _FutureHandle(last, future, self, self.num_started).wait_for_end()
+            last, future = self.progress.last_started[-1], self._worker.submit(lambda: None)
+            _FutureHandle(last, future, self, self.progress.num_started).wait_for_end()
 
     def _give_up(self, what: str, reason: str) -> NoReturn:
         if self._worker is not None:

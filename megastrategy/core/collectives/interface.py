@@ -20,7 +20,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,13 +68,10 @@ class Handles(Handle):
             self.ran_ns = ran[0][0], ran[-1][1]
 
 
-class Watchdog(Protocol):
-    """Called about once a second while this rank waits in a collective: a backend notices that a peer's process died,
-    but not that it raised and is elsewhere."""
-
-    def __call__(self, what: str, number: int) -> str:
-        """Returns the reason why ``what``, the ``number``-th of this rank's collectives (from 1), will
-        never complete, or ""."""
+Watchdog = Callable[[str, int], str]
+"""Called about once a second while this rank waits in a collective, with its name and number (from 1). Returns the
+reason why it will never complete, or "": a backend notices that a peer's process died, but not that it raised and is
+elsewhere."""
 
 
 class Collectives(ABC):
@@ -130,16 +127,6 @@ class Collectives(ABC):
         """The collectives of the same ranks for tensors in host memory: this object itself if it sends from there; see
         [Note: why ranks agree over their hosts]."""
         return self if self._host is None else self._host
-
-    @property
-    def num_started(self) -> int:
-        """The number of collectives that this rank has started."""
-        return self.progress.num_started
-
-    @property
-    def last_started(self) -> Sequence[str]:
-        """The kinds of the last of them, the newest last."""
-        return self.progress.last_started
 
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks have reached the same collective call, which the user knows as ``what``.
@@ -340,7 +327,7 @@ class Collectives(ABC):
             now = time.monotonic()
             if now > next_glance:
                 next_glance = now + CHECK_PEERS_S
-                self.check_peers(what, self.num_started)
+                self.check_peers(what, self.progress.num_started)
             if now > next_probe:
                 next_probe = now + _PROBE_S
                 self._probe_others(what)

@@ -354,6 +354,6 @@ def test_a_backend_that_refuses_to_start_raises_the_error_of_a_failure(what: str
         scale = [0.5] if what in ("all_reduce", "reduce_scatter") else []
         with pytest.raises(CollectiveError, match=r"rank \d of 2: .*look at the first error.*communicator was aborted"):
             getattr(collectives, what)(torch.ones(4), *scale)
-        assert collectives.num_started == 0
+        assert collectives.progress.num_started == 0
 
     run_ranks(2, run)

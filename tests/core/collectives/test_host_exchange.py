@@ -66,14 +66,14 @@ def test_a_backward_ends_with_one_exchange_between_hosts(mode: str, size: int) -
         device = DeviceCollectives(group)
         model, optimizer = wrap(group, device, **MODES[mode])
         for step in range(4):
-            before = device.hosts.num_started
+            before = device.hosts.progress.num_started
             device.calls.clear()
             backward(model, rank, step)
             # The first backward may move everything to other buckets.
             assert step == 0 or {call.name for call in device.calls} <= set(REDUCTIONS)
             step_once(optimizer)
-            assert step == 0 or device.hosts.num_started == before + 1
-            assert device.hosts.last_started[-1] == "all-reduce"
+            assert step == 0 or device.hosts.progress.num_started == before + 1
+            assert device.hosts.progress.last_started[-1] == "all-reduce"
             assert not device.named("all_reduce_max"), "the ranks agree on their hosts"
         assert device.num_waits == 0, "the host never waits for the device"
         model.close()
@@ -90,7 +90,7 @@ def test_setting_up_sends_the_device_nothing_but_weights() -> None:
         device = DeviceCollectives(group)
         model, _ = wrap(group, device)
         assert {call.name for call in device.calls} == {"broadcast"}
-        assert device.hosts.num_started > 0
+        assert device.hosts.progress.num_started > 0
         model.close()
 
     run_ranks(2, run)

@@ -84,7 +84,7 @@ def test_collectives_of_an_instance_are_evidence_of_progress(kind: type[Collecti
         inside.reduce_scatter(torch.ones(4), 1.0).wait()
         inside.reduce_scatter_into(torch.zeros(2), torch.ones(4), 1.0).wait()
         inside.all_gather(torch.ones(4)).wait()
-        assert list(every.last_started) == ["reduce-scatter", "reduce-scatter", "all-gather"]
+        assert list(every.progress.last_started) == ["reduce-scatter", "reduce-scatter", "all-gather"]
         every.close()
         return seconds
 

@@ -215,7 +215,7 @@ def test_one_rank_sends_nothing_and_tries_nothing() -> None:
         optimizer = DistributedOptimizer(torch.optim.Muon(by_dimensions(list(module.parameters()))[0], lr=0.02), model)
         train(model, optimizer, rank, range(2))
         assert not model.engine.owners.rank_of
-        assert model.engine.collectives.num_started == 0
+        assert model.engine.collectives.progress.num_started == 0
 
     run_ranks(1, run)
 

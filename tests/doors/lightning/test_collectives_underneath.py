@@ -28,7 +28,7 @@ def kinds_under_a_fit() -> tuple[str, str, int]:
     trainer.fit(AwkwardModule(), loader())
     collectives = seen[-1]
     assert isinstance(collectives, LazyCollectives)
-    return type(collectives.real).__name__, type(collectives).__name__, collectives.num_started
+    return type(collectives.real).__name__, type(collectives).__name__, collectives.progress.num_started
 
 
 @pytest.mark.parametrize("backend", ["rings", "process-group"])
