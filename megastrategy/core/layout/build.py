@@ -88,9 +88,7 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    total = sum(spec.reserved_numel for spec in specs)
-    size = default_bucket_size(total, dp_size) if config.bucket_size is None else config.bucket_size
-    are_alike = config.bucket_size is not None or size >= total  # the user set it, or one bucket contains all
+    size, are_alike = _bucket_size(config, sum(spec.reserved_numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(bucket_alignment(dp_size, num_shards), for_nccl)
 
@@ -158,6 +156,14 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
         starts[index] = position + (0 if chunk is None else chunk.start)
         numel = specs[index].reserved_numel if chunk is None else chunk.numel
     return position + numel
+
+
+def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:
+    """Returns the size in elements, and whether all buckets have it: the user set it, or one contains all."""
+    if config.bucket_size is not None:
+        return config.bucket_size, True
+    size = default_bucket_size(total_numel, dp_size)
+    return size, size >= total_numel
 
 
 def domain_of_all(config: DistributedDataParallelConfig, dp_size: int) -> Domain:
