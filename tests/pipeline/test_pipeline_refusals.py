@@ -13,6 +13,7 @@ from megastrategy.core.errors import LossTokensError, MegastrategyError, Microba
 from tests.support.comparison import message
 from tests.support.pipelines import Case, Trainee, batch_of, loss_of, mesh_of
 from tests.support.processes import run_processes
+from tests.support.tiers import cases_that_run
 
 ALL_REDUCE = ("use_distributed_optimizer", False)
 POOLED = ("grad_buffer", "pooled")
@@ -96,11 +97,13 @@ ASKED = [
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
+def answers(request: pytest.FixtureRequest) -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
     """By rank of two stages of two data-parallel ranks."""
-    return [dict(zip(ASKED, found, strict=True)) for found in run_processes(4, answer, ASKED, 2, timeout_s=100.0)]
+    asked = [case for (case,) in cases_that_run(request, "asked")]
+    return [dict(zip(asked, found, strict=True)) for found in run_processes(4, answer, asked, 2, timeout_s=100.0)]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("asked", ASKED, ids="-".join)
 def test_every_stage_refuses_the_batch_that_one_refuses(
     answers: list[dict[tuple[str, str, str], tuple[str, bool, bool]]], asked: tuple[str, str, str]

@@ -51,8 +51,7 @@ def cases_of(num_experts: int, worlds: Sequence[str]) -> dict[str, Case]:
     }
 
 
-def write(trainee: Trainee, path: Path) -> None:
-    """Writes a file and a directory."""
+def write_file(trainee: Trainee, path: Path) -> None:
     weights = {name: whole(param) for name, param in trainee.module.named_parameters()}
     saved = {
         "weights": weights,
@@ -61,6 +60,9 @@ def write(trainee: Trainee, path: Path) -> None:
     }
     if dist.get_rank() == 0:
         torch.save(saved, path.with_suffix(".pt"))
+
+
+def write_directory(trainee: Trainee, path: Path) -> None:
     parts = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.sharded_state_dict()}
     save_directory(parts, {}, path, host_collectives())
 
@@ -87,18 +89,19 @@ def write_each(folder: Path, num_experts: int, worlds: Sequence[str]) -> None:
     for name, case in cases_of(num_experts, worlds).items():
         trainee = Trainee.make(case)
         trainee.train(range(2))
-        write(trainee, folder / name)
+        write_file(trainee, folder / name)
+        write_directory(trainee, folder / name)
         trainee.model.close()
 
 
 def read_each(folder: Path, num_experts: int, worlds: Sequence[str]) -> None:
-    """Reads what every world wrote, and writes it again."""
+    """Reads what every world wrote, and writes files of it again."""
     for name, case in cases_of(num_experts, worlds).items():
         trainee = Trainee.make(case)
         trainee.train(range(1))
         for writer, form in itertools.product(worlds, ("file", "directory")):
             read(trainee, folder / writer, form)
-            write(trainee, folder / f"{writer}, by {form} in {name}")
+            write_file(trainee, folder / f"{writer}, by {form} in {name}")
         trainee.model.close()
 
 
@@ -181,7 +184,7 @@ def exchange(folder: Path) -> None:
     for name, param in ours.module.named_parameters():
         assert torch.equal(whole(param), written[name]), name
     ours.train(range(2, 4))
-    write(ours, folder / "ours")
+    write_directory(ours, folder / "ours")
     moments = ours.optimizer.state_dict()["state"]
     expected = {name: whole(param) for name, param in ours.module.named_parameters()}
     ours.model.close()

@@ -16,7 +16,7 @@ from tests.support.experts import WIDTH, Experts, expert_mesh
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import whole
 
-RANKS, CP, STEPS, IGNORED = 4, 2, 20, -100
+RANKS, CP, STEPS, IGNORED = 4, 2, 6, -100
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"use_distributed_optimizer": False},
