@@ -124,17 +124,14 @@ class BackendCollectives(Collectives):
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
         # In place, without the scratch memory of an uneven gather: a broadcast for each span, all in flight at once.
         factor = 2 if tensor.is_complex() else 1
-        tensor = as_real(tensor)
-
-        def launch() -> Any:
-            works = []
+        tensor, works = as_real(tensor), list[Any]()
+        with self.translated_errors("all-gather"):
             for rank, of_rank in enumerate(spans):
                 options = dist.BroadcastOptions()
                 options.rootRank = rank
                 works += [self.group.broadcast([tensor[factor * a : factor * b]], options) for a, b in of_rank]
-            return _Works(works)
-
-        return self._start("all-gather", launch)
+        self._count("all-gather")
+        return WorkHandle("all-gather", lambda: [work.wait() for work in works], self)
 
     def all_to_all(
         self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
@@ -155,17 +152,6 @@ def as_real(tensor: Tensor) -> Tensor:
     """Returns the same memory as real numbers, two for a complex one. NCCL has no complex numbers, and torch hides that
     for some of its collectives only; sums, real factors and copies are the same for both."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-class _Works:
-    """Several works of a backend as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class WorkHandle(Handle):
