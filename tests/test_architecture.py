@@ -149,20 +149,20 @@ def test_no_file_imports_itself_by_way_of_others_also_for_types_alone() -> None:
     graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
 
 
-@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
-def test_core_imports_torch_the_standard_library_and_what_its_room_may(path: Path) -> None:
-    own = module(path).split(".")[0]
-    for name in imports(path):
-        if name.startswith("."):
-            target = resolved(path, name).split(".")
-            assert target[0] == "core", f"{name}: core does not look out of itself"
-            if own in ROOMS_OF_CORE:
-                assert target[1] in {own} | ROOMS_OF_CORE[own] | GROUND, f"{own} may not import {name}"
-            elif own in GROUND:
-                assert target[1] in GROUND, f"{own} may not import {name}"
-        else:
-            top = name.split(".")[0]
-            assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, name
+def test_core_imports_torch_the_standard_library_and_what_its_room_may() -> None:
+    for path in FILES_OF_CORE:
+        own = module(path).split(".")[0]
+        for name in imports(path):
+            if name.startswith("."):
+                target = resolved(path, name).split(".")
+                assert target[0] == "core", f"{path} imports {name}: core does not look out of itself"
+                if own in ROOMS_OF_CORE:
+                    assert target[1] in {own} | ROOMS_OF_CORE[own] | GROUND, f"{path} may not import {name}"
+                elif own in GROUND:
+                    assert target[1] in GROUND, f"{path} may not import {name}"
+            else:
+                top = name.split(".")[0]
+                assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, (path, name)
 
 
 def test_every_folder_of_core_has_its_tests() -> None:
@@ -214,11 +214,11 @@ def test_only_collectives_talk_to_torch_distributed() -> None:
                 assert not ast.unparse(node).startswith("torch.distributed."), path.stem
 
 
-@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
-def test_core_does_without_numpy(path: Path) -> None:
+def test_core_does_without_numpy() -> None:
     """torch is installed without it, and then ``Tensor.numpy()`` raises."""
-    calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
-    assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"]
+    for path in FILES_OF_CORE:
+        calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"], path
 
 
 def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
@@ -253,20 +253,18 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     assert path.stem == "grad_buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if CORE not in path.parents], ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
+def test_a_room_imports_its_own_and_what_it_may() -> None:
     """Core by its public names: no door knows its files. No door imports another, except for the launcher, which opens
     Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers. Only
     ``megastrategy.plan`` imports tools."""
-    for name in imports(path):
-        if name.startswith("."):
-            target = resolved(path, name).split(".")
-            allowed = {room(path)} | MAY_IMPORT[room(path)]
-            assert allowed & {target[0], ".".join(target)}, f"it imports {name}"
-            public = room(path) in ("errors", "events") and target == ["core", room(path)]
-            assert target[0] != "core" or len(target) == 1 or public, f"{name} is no public name of core"
+    for path in (path for path in FILES if CORE not in path.parents):
+        for name in imports(path):
+            if name.startswith("."):
+                target = resolved(path, name).split(".")
+                allowed = {room(path)} | MAY_IMPORT[room(path)]
+                assert allowed & {target[0], ".".join(target)}, f"{path} imports {name}"
+                public = room(path) in ("errors", "events") and target == ["core", room(path)]
+                assert target[0] != "core" or len(target) == 1 or public, f"{path}: {name} is no public name of core"
 
 
 def test_every_room_says_what_it_may_import() -> None:
@@ -414,19 +412,19 @@ def test_docstrings_begin_with_their_subject_or_verb(folder: str) -> None:
     assert not begin_otherwise
 
 
-@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
-def test_core_has_no_mutable_module_state_and_no_environment(path: Path) -> None:
-    tree = parsed(path)
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-            types = {"Listener", "Box", "Span", "State", "Contents", "Keys", "Kind", "Packed"}
-            types |= {"Directory", "Prehook", "Spans", "States", "Steppable", "GiveBack", "Watchdog"}
-            is_constant = name == "__all__" or name.lstrip("_").isupper() or name in types
-            assert is_constant, f"module variable {name}"
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    assert "environ" not in path.read_text()
-    assert "getenv" not in path.read_text()
+def test_core_has_no_mutable_module_state_and_no_environment() -> None:
+    for path in FILES_OF_CORE:
+        tree = parsed(path)
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                types = {"Listener", "Box", "Span", "State", "Contents", "Keys", "Kind", "Packed"}
+                types |= {"Directory", "Prehook", "Spans", "States", "Steppable", "GiveBack", "Watchdog"}
+                is_constant = name == "__all__" or name.lstrip("_").isupper() or name in types
+                assert is_constant, f"{path}: module variable {name}"
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        assert "environ" not in path.read_text(), path
+        assert "getenv" not in path.read_text(), path
 
 
 def test_public_names() -> None:

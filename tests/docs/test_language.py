@@ -75,19 +75,23 @@ def prose(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", lambda code: "`" + "x" * (len(code[0]) - 2) + "`", text)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_docstrings_and_comments_are_plain(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    found = [f"{number}: {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if VAGUE.search(line)]
+def not_plain(source: str) -> Iterator[tuple[int, str]]:
+    """The lines and reasons."""
+    yield from ((number, line.strip()) for number, line in enumerate(source.splitlines(), 1) if VAGUE.search(line))
     words = [(token.start[0], token.string) for token in comments(source)] + [*docstrings(source)]
-    found += [f"{line}: {match[0]}" for line, text in words for match in DIALECT.finditer(text)]
+    yield from ((line, match[0]) for line, text in words for match in DIALECT.finditer(text))
     for line, text in docstrings(source):
         sentence = first_sentence(text)
         if len(sentence.split()) > MOST_WORDS:
-            found.append(f"{line}: the first sentence has {len(sentence.split())} words: {sentence}")
+            yield line, f"the first sentence has {len(sentence.split())} words: {sentence}"
         if CLAUSE.match(text):
-            found.append(f"{line}: begins with a clause: {sentence}")
-    found += [f"{line}: ends in {end!r}" for line, end in ends_of_comments(source) if len(end.split()) <= 2]
+            yield line, f"begins with a clause: {sentence}"
+    yield from ((line, f"ends in {end!r}") for line, end in ends_of_comments(source) if len(end.split()) <= 2)
+
+
+def test_docstrings_and_comments_are_plain() -> None:
+    sources = ((path, path.read_text(encoding="utf-8")) for path in SOURCES)
+    found = [f"{name(path)}:{line}: {reason}" for path, source in sources for line, reason in not_plain(source)]
     assert found == []
 
 
