@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 import click
 
 from .. import __version__
+from .._replicas import check_timeouts
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .checkpoint_parts import read_file
@@ -23,7 +24,7 @@ from .plan.command import plan_command
 from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render, show
-from .replicas import ReplicasError, check_timeouts, run_replicas
+from .replicas import ReplicasError, run_replicas
 from .short_runs import run_with_size
 from .summary import FILE, SummaryError, read_summary, verdicts
 from .tuning import TuningError, advice, best_of, compare_sizes

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core import DistributedDataParallel, Event, EventKind, combine_listeners
-from .recorded_model import RecordedModel, cpu_now_ns
+from .recorded_model import RecordedModel
 from .timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step
 
 _RANK_PROGRAM = "megastrategy.tools.profiling"
@@ -101,7 +101,7 @@ class Recorder:
         self._skip, self._end, self._on_done = skip, skip + num_steps, on_done
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._events: list[Event] = []
-        self._cpu_ns: list[tuple[int, int]] = []  # by event
+        self._cpu_ns: list[tuple[int, int]] = []  # by event, of this thread and of the process
         self._recorded: RecordedModel | None = None
         self._reduced_bytes: list[int] = []
         self._gathered_bytes: list[int] = []
@@ -140,7 +140,7 @@ class Recorder:
             return
         if self._num_steps >= self._skip:
             self._events.append(event)
-            self._cpu_ns.append(cpu_now_ns())
+            self._cpu_ns.append((time.thread_time_ns(), time.process_time_ns()))
             if self._clock is not None:
                 self._clock.stamp()
         # not before the next forward has waited for the last step's gathers

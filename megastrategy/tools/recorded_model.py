@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ class RecordedModel:
     ready: Sequence[tuple[int, int, int]] = ()
 
     @staticmethod
-    def of(model: DistributedDataParallel, **recorded: Any) -> RecordedModel:
+    def of(model: DistributedDataParallel) -> RecordedModel:
         """Describes ``model`` in this process."""
         layout = model.layout
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -52,7 +51,6 @@ class RecordedModel:
             platform.node(),
             list(cores),
             torch.get_num_threads(),
-            **recorded,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -95,8 +93,3 @@ class RecordedModel:
             "ready": [tuple(times) for times in content["ready"]],
         }
         return RecordedModel(**{**content, **own})
-
-
-def cpu_now_ns() -> tuple[int, int]:
-    """Processor time of this thread and of the process."""
-    return time.thread_time_ns(), time.process_time_ns()

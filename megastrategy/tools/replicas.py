@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from .._replicas import check_timeouts, describe_timeouts, has_met, start_lighthouse
+from .._replicas import describe_timeouts, has_met, start_lighthouse
 
 _POLL_S = 0.1
 _END_S = 30.0
@@ -31,9 +31,6 @@ try:
 except (ChildFailedError, SignalException):  # it has logged which process ended, and the process its own traceback
     sys.exit(1)
 """
-
-
-__all__ = ["ReplicasError", "check_timeouts", "run_replicas"]
 
 
 class ReplicasError(RuntimeError):
@@ -95,7 +92,8 @@ def run_replicas(
     command = [sys.executable, *program, *(["-m"] if is_module else []), target, *arguments]
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        return _start(command, environment | {"REPLICA_GROUP_ID": str(number)})
+        # In a session of its own: Ctrl-C reaches this process only, which ends all of them in order.
+        return subprocess.Popen(command, env=environment | {"REPLICA_GROUP_ID": str(number)}, start_new_session=True)
 
     slots = [_Slot(number, start(number), restarts) for number in range(of)]
     try:
@@ -144,11 +142,6 @@ def _restart(
     slot.restarts_left -= 1
     log(f"{what}; it is started again ({slot.restarts_left} restarts left)")
     slot.process, slot.started_at = start(slot.number), time.monotonic()
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # In a session of its own: Ctrl-C reaches this process only, which ends all of them in order.
-    return subprocess.Popen(command, env=dict(environment), start_new_session=True)
 
 
 @contextmanager
