@@ -70,16 +70,12 @@ def strategy_class(cls: _Class) -> _Class:
 
 def read_options(strategy: object, options: dict[str, Any]) -> DistributedDataParallelConfig:
     """Makes the configuration out of a strategy's options. A translated comm hook of torch DDP is logged on rank 0."""
-    config = config_from_arguments(options, _argument_names(strategy))
+    # of a user's subclass those of ours
+    ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
+    config = config_from_arguments(options, list(inspect.signature(ours).parameters))
     if translation := describe_translation(options):
         rank_zero_info(translation)
     return config
-
-
-def _argument_names(strategy: object) -> list[str]:
-    """Names the arguments of a strategy; of a user's subclass, those of ours."""
-    ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
-    return list(inspect.signature(ours).parameters)
 
 
 def _signature(cls: type, initialise: Any) -> Signature:

@@ -25,7 +25,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
@@ -114,7 +114,9 @@ class TrainerReplicas:
         self._begin_fit()
         replicas = self._given
         replicas.register("trainer", self._state, self._take)
-        saving: list[Any] = [one for one in trainer.checkpoint_callbacks if isinstance(_folder(one), str)]
+        saving: list[Any] = [
+            one for one in trainer.checkpoint_callbacks if isinstance(getattr(one, "dirpath", None), str)
+        ]
         replicas.notice = json.dumps([one.dirpath for one in saving]).encode()
         replicas.begin_batch()
         self._has_joined, self._led = True, replicas.is_leader
@@ -161,7 +163,10 @@ class TrainerReplicas:
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
             "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
             "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},
-            "last_saved": [_named(one, _LAST_SAVED) for one in trainer.checkpoint_callbacks],
+            "last_saved": [
+                {name: value for name, value in vars(one).items() if name in _LAST_SAVED}
+                for one in trainer.checkpoint_callbacks
+            ],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "optimizer_states": [],  # with the weights
             "place": self._counters(),
@@ -292,7 +297,7 @@ class TrainerReplicas:
         """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
         if not self._are_together:
             return decision
-        found = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._is_first_rank else None
+        found = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._trainer.global_rank == 0 else None
         together = decision if found is None else not found[1] if all else bool(found[0])
         return bool(self._inside(together))
 
@@ -305,10 +310,6 @@ class TrainerReplicas:
         found = None if size is None else self._replicas.max_of_bytes(data.ljust(int.from_bytes(size, "big"), b"\0"))
         result: T = value if found is None else pickle.loads(found)
         return result
-
-    @property
-    def _is_first_rank(self) -> bool:
-        return bool(self._trainer.global_rank == 0)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -362,14 +363,6 @@ class TrainerReplicas:
             last = getattr(one, "_last_checkpoint_saved", "")
             if getattr(one, "save_last", None) == "link" and last in saved and not had_met:
                 one._link_checkpoint(self._trainer, last, one.last_model_path)
-
-
-def _named(callback: object, names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in vars(callback).items() if name in names}
-
-
-def _folder(callback: object) -> str | None:
-    return getattr(callback, "dirpath", None)
 
 
 def _exists(path: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 
@@ -46,11 +46,7 @@ class LossBuffers:
 
     def _found(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         named = self._loss.named_buffers() if isinstance(self._loss, nn.Module) else ()
-        return {name: _kind(buffer) for name, buffer in named}
-
-
-def _kind(buffer: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(buffer.shape), buffer.dtype
+        return {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in named}
 
 
 def _described(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:

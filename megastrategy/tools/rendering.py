@@ -118,7 +118,7 @@ def _table(title: str, entries: list[Entry], depth: int | None, states: dict[str
                 Text(states.get(entry.owner, "")),
             )
         return table
-    return _summary(title, "name", [(_cut(entry.owner, depth), entry) for entry in entries])
+    return _summary(title, "name", [(".".join(entry.owner.split(".")[:depth]), entry) for entry in entries])
 
 
 def _optimizer_table(optimizer: OptimizerContents, depth: int | None) -> Table:
@@ -160,10 +160,6 @@ def new_table(title: str, *columns: str) -> Table:
 
 def _with_section(entry: Entry) -> Entry:
     return dataclasses.replace(entry, owner=f"{entry.section}.{entry.owner}" if entry.owner else entry.section)
-
-
-def _cut(name: str, depth: int) -> str:
-    return ".".join(name.split(".")[:depth])
 
 
 def _shape(entry: Entry) -> str:

@@ -27,10 +27,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[0].strip()}" if said else type(error).__name__
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collection[int] | None = None) -> list[Layer]:
     """Runs forward and backward of each layer on one microbatch, whose tensors have no values if they are large.
 
@@ -63,7 +59,7 @@ def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collecti
             except LayerError:
                 raise
             except Exception as error:
-                given = f"{_dtype(x)} of {tuple(x.shape)}"
+                given = f"{str(x.dtype).removeprefix('torch.')} of {tuple(x.shape)}"
                 where = "the sample" if number == 0 else f"what layer {number - 1} returns"
                 raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
         # A tensor that a layer returns and the next also saves is one tensor; so are views of it between them.

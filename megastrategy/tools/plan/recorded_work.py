@@ -360,11 +360,7 @@ def _processor(
         hosts[each.host].append(each)
     here = hosts[recorded[0].host]
     cores = len({core for each in here for core in each.cores}) / len(here)
-    nbytes = _bytes_a_step(models[0], sent)
+    launched = sum(sent.get((event.kind, event.index), 0.0) for event in models[0].events)
+    nbytes = launched / max(1, len(models[0].steps))
     sending = statistics.fmean(part.sending_ms for part in parts)
     return Processor(cores, sending / nbytes if nbytes else 0.0)
-
-
-def _bytes_a_step(model: ModelEvents, sent: Mapping[tuple[EventKind, int], float]) -> float:
-    launched = sum(sent.get((event.kind, event.index), 0.0) for event in model.events)
-    return launched / max(1, len(model.steps))
