@@ -92,12 +92,13 @@ def changes(step: MeasuredStep, device_bytes: int) -> list[Change]:
     now = rank_memory(step)
     found = []
     for what, options, in_16_bits in _OPTIONS:
-        if (other := _with_options(step, options, in_16_bits=in_16_bits)) is not None and other < now.total_bytes:
+        other = _bytes_with(step, step.dp_size, options, in_16_bits=in_16_bits)
+        if other is not None and other < now.total_bytes:
             found.append(Change(what, other))
     found.sort(key=lambda change: change.total_bytes)
     size = step.dp_size * 2
     while size <= MOST_RANKS:
-        total = _with_ranks(step, size)
+        total = _bytes_with(step, size, {})
         if total is not None and total <= (1 - CLOSE_SHARE) * device_bytes:
             return [Change(f"{size:,} ranks", total), *found]
         size *= 2
@@ -118,24 +119,17 @@ _OPTIONS: Sequence[tuple[str, dict[str, object], bool]] = (
 )
 
 
-def _with_options(step: MeasuredStep, options: dict[str, object], *, in_16_bits: bool) -> int | None:
-    """The bytes with these options; None where they contradict others, or the number of ranks."""
+def _bytes_with(
+    step: MeasuredStep, dp_size: int, options: dict[str, object], *, in_16_bits: bool = False
+) -> int | None:
+    """The bytes on so many ranks with these options; None where they contradict others, or the number of ranks."""
     layouts = []
     for model in step.models:
         try:
             config = dataclasses.replace(model.config, **options)  # type: ignore[arg-type]
-            layouts.append(_laid_out(model.layout, config, step.dp_size, in_16_bits=in_16_bits))
+            layouts.append(_laid_out(model.layout, config, dp_size, in_16_bits=in_16_bits))
         except ValueError:
             return None
-    return _of_layouts(step, layouts).total_bytes
-
-
-def _with_ranks(step: MeasuredStep, dp_size: int) -> int | None:
-    """The bytes on so many ranks; None where instances do not divide them."""
-    try:
-        layouts = [_laid_out(model.layout, model.config, dp_size) for model in step.models]
-    except ValueError:
-        return None
     return _of_layouts(step, layouts).total_bytes
 
 
@@ -154,7 +148,7 @@ _STATES = ("weight_bytes", "frozen_bytes", "grad_bytes", "main_param_bytes", "st
 
 
 def _laid_out(
-    layout: BufferLayout, config: DistributedDataParallelConfig, dp_size: int, *, in_16_bits: bool = False
+    layout: BufferLayout, config: DistributedDataParallelConfig, dp_size: int, *, in_16_bits: bool
 ) -> BufferLayout:
     specs = list(layout.params)
     for number, spec in enumerate(specs):

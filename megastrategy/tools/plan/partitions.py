@@ -163,15 +163,12 @@ def plan_of(question: Question, objective: Objective) -> Plan:
             f"{largest.fixed_bytes + largest.saved_bytes:,}. Take smaller microbatches, freeze layers, or add cards"
         )
     best = fastest if objective == "time" else fullest
-    return _plan(question, best, _why(question, f"{_said(fastest)}{unsure}", fastest, fullest, unsure_of_waste))
-
-
-def _why(question: Question, said: str, fastest: Candidate, fullest: Candidate, unsure: str) -> str:
-    return (
-        f"best of {question.num_candidates:,} orders and partitions. By time {said}; by waste "
-        f"{_said(fullest)}{unsure}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is low where "
-        "cards are full, not where a step is fast"
+    why = (
+        f"best of {question.num_candidates:,} orders and partitions. By time {_said(fastest)}{unsure}; by waste "
+        f"{_said(fullest)}{unsure_of_waste}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is "
+        "low where cards are full, not where a step is fast"
     )
+    return _plan(question, best, why)
 
 
 def _said(candidate: Candidate) -> str:
