@@ -102,11 +102,7 @@ class CheckedCollectives:
         give_up_engine_collectives()
 
     def check(self, call: str) -> None:
-        """Returns when all ranks are about to make the same ``call``.
-
-        Raises:
-            CollectiveError: if some rank is not, or does not come.
-        """
+        """Returns when all ranks are about to make the same ``call``. Raises as :func:`compare_calls`."""
         if self.call_check is not None:
             compare_calls(self.call_check, call)
 

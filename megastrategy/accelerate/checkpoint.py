@@ -90,11 +90,8 @@ def save_sharded(
     optimizers: Sequence[DistributedOptimizer],
     collectives: Collectives,
 ) -> None:
-    """Writes a directory: every rank its part of shared tensors, and the tensors that only it has. Collective.
-
-    Raises:
-        CheckpointError: on all ranks if any of them could not write.
-    """
+    """Writes a directory: every rank its part of shared tensors, and the tensors that only it has. Collective. Raises
+    CheckpointError on all ranks if any of them could not write."""
     state: dict[str, Any] = {_key("model", number): values for number, values in enumerate(weights)}
     extra = not_tensors(state)
     state |= {_key("optimizer", number): item.sharded_state_dict() for number, item in enumerate(optimizers)}

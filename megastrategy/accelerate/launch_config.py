@@ -28,11 +28,7 @@ class LaunchConfigError(ValueError):
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Reads the file.
-
-    Raises:
-        LaunchConfigError: if it is not there, or is no YAML file with keys.
-    """
+    """Reads the file. Raises LaunchConfigError if it is missing, or is no YAML file with keys."""
     import yaml  # type: ignore[import-untyped]
 
     try:

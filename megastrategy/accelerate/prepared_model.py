@@ -87,11 +87,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         return super().forward(*args, **kwargs)
 
     def should_sync(self, decision: bool | None) -> bool:
-        """Decides as the engine's.
-
-        Raises:
-            NotImplementedError: if ranks run different numbers of batches.
-        """
+        """Decides as the engine's. Raises NotImplementedError if ranks run different numbers of batches."""
         syncs = super().should_sync(decision)
         if self._has_uneven_batches and (syncs or self.engine.grad_buffers.reduces_every_backward):
             raise NotImplementedError(

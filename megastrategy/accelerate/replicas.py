@@ -131,11 +131,8 @@ class AcceleratorReplicas:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def writes_in(self, call: str) -> bool:
-        """Returns whether this replica writes the files of a call.
-
-        Raises:
-            ValueError: before the first batch, when there is no leader yet.
-        """
+        """Returns whether this replica writes the files of a call. Raises ValueError before the first batch, when there
+        is no leader yet."""
         return self.replicas is None or self.replicas.writes_in(call)
 
     def skip_save(self, output_dir: str | None) -> Path:

@@ -77,11 +77,8 @@ class StagedBackwards:
         return engine
 
     def begin(self) -> None:
-        """Begins the gradients of a batch, before a forward that trains.
-
-        Raises:
-            StageError: if gradients are to accumulate over several batches.
-        """
+        """Begins the gradients of a batch, before a forward that trains. Raises StageError if gradients are to
+        accumulate over several batches."""
         engine = self._present
         if not engine.reducer.would_sync:
             raise self._accumulates("it was called under no_sync()")

@@ -126,11 +126,7 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
 
 
 def read_object(path: Path, trust: bool) -> Any:
-    """Loads the object that torch saved in a file, with mapped tensors.
-
-    Raises:
-        CheckpointError: if it is none, or if ``trust`` is needed to load it.
-    """
+    """Loads the object that torch saved in a file, with mapped tensors. Raises as :func:`read_file`."""
     try:
         return load_file(path, weights_only=not trust)
     except (CheckpointError, OSError):

@@ -91,11 +91,7 @@ class Contents:
 
 
 def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
-    """Looks into a file or directory.
-
-    Raises:
-        CheckpointError: if it is none, is not complete, or needs ``trust``.
-    """
+    """Looks into a file or directory. Raises CheckpointError if it is none, is not complete, or needs ``trust``."""
     check_readable(path)
     if path.is_dir():
         read = read_directory_parts if is_directory_checkpoint(path) else read_folder

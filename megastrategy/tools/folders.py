@@ -92,11 +92,8 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
 
 
 def read_weights_file(path: Path) -> Parts:
-    """The parts of a safetensors file, or of the index of several files in one folder.
-
-    Raises:
-        CheckpointError: if a file is broken, or is not there.
-    """
+    """The parts of a safetensors file, or of the index of several files in one folder. Raises CheckpointError if a file
+    is broken or missing."""
     is_index = path.name.endswith(".index.json")
     weights = _weights(path, trust=False) if is_index else dict(_header_of(path))
     return Parts(path, "file", "safetensors", models={"": weights})

@@ -54,10 +54,7 @@ class Work:
 
     def layout(self, config: DistributedDataParallelConfig, dp_size: int) -> BufferLayout:
         """The buckets on so many ranks, in the order in which gradients arrive where the engine would move to it.
-
-        Raises:
-            ValueError: if the options contradict the number of ranks.
-        """
+        Raises ValueError if the options contradict the number of ranks."""
         layout = planned_layout(self.params, config, dp_size)
         # One rank sends nothing, and one bucket has no order.
         if not config.overlap_grad_reduce or dp_size == 1 or len(layout.buckets) == 1:
@@ -78,11 +75,7 @@ class Network:
 def simulate_step(
     work: Work, config: DistributedDataParallelConfig, dp_size: int, network: Network, processor: Processor
 ) -> SimulatedStep:
-    """Simulates a step on so many ranks.
-
-    Raises:
-        ValueError: if the options contradict the number of ranks.
-    """
+    """Simulates a step on so many ranks. Raises ValueError if the options contradict their number."""
     layout = work.layout(config, dp_size)
     return simulate(list(operations(work, layout, config, network)), processor)
 
