@@ -45,11 +45,10 @@ def launch(arguments: Sequence[str]) -> None:
         if getattr(parsed, name):
             raise LaunchConfigError(f"--{name}: {_ANOTHER_ENGINE}")
     ours = Path(parsed.config_file) if parsed.config_file else None
-    content = read_config_file(ours) if ours else {}
-    theirs = {key: value for key, value in content.items() if key != SECTION}
+    theirs, has_section = _split(ours) if ours else ({}, False)
     if ours:
         _check_keys(ours, theirs)
-    config = ours if SECTION in content else None
+    config = ours if has_section else None
     # the error of every rank
     plugin_from_launch(config, os.environ)
     _check_target(parsed.training_script, is_module=parsed.module)
@@ -81,6 +80,12 @@ def _check_target(target: str, *, is_module: bool) -> None:
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])  # where python -m looks first
     if here is None and importlib.util.find_spec(top) is None:
         raise LaunchConfigError(f"there is no module {target}")
+
+
+def _split(path: Path) -> tuple[dict[str, Any], bool]:
+    """Returns accelerate's part of the file, and whether there is one of ours."""
+    content = read_config_file(path)
+    return {key: value for key, value in content.items() if key != SECTION}, SECTION in content
 
 
 def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
