@@ -108,7 +108,6 @@ class Isolation:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._device = device
         self._generators = _generators(device)
-        self._random = self._random_states()
         self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._mode = _NoCommunication()
@@ -132,8 +131,8 @@ class Isolation:
                     yield
         finally:
             self.restore()
-            for (_, put), state in zip(self._generators, self._random, strict=True):
-                put(state)
+            for generator in self._generators:
+                generator.restore()
 
     def restore(self) -> None:
         """Restores all changes, except of random numbers, which continue to the end."""
@@ -142,12 +141,13 @@ class Isolation:
 
     def counts_calls(self, steps: Callable[[], Any]) -> bool:
         """Whether ``steps`` change outside state, print, or draw random numbers: as often as they are called."""
-        before = [*self._random_states(), self._context_and_prints()]
-        for place in self._places:
+        before = self._context_and_prints()
+        places = [*self._generators, *self._places]
+        for place in places:
             place.note()
         steps()
-        after = [*self._random_states(), self._context_and_prints()]
-        return not equal(before, after) or any(place.has_changed() for place in self._places)
+        after = self._context_and_prints()
+        return not equal(before, after) or any(place.has_changed() for place in places)
 
     def _context_and_prints(self) -> tuple[dict[Any, Any], int]:
         return dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
@@ -160,9 +160,6 @@ class Isolation:
             if place.is_lost():
                 raise NotForShardsError(f"trial steps advanced {place.where}, which cannot be put back")
 
-    def _random_states(self) -> list[Any]:
-        return [get() for get, _ in self._generators]
-
     def _seed(self) -> None:
         random.seed(0)
         if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -171,8 +168,8 @@ class Isolation:
             seed(device)
 
 
-def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """By generator of the process, what gets its state, and what sets it."""
+def _generators(device: torch.device) -> list[Place]:
+    """Returns the states of the process's generators of random numbers."""
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         (random.getstate, random.setstate),
         (torch.get_rng_state, torch.set_rng_state),
@@ -183,7 +180,7 @@ def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
         found.append((functools.partial(get, device), lambda state: put(state, device)))
-    return found
+    return [Place("random numbers", get, put) for get, put in found]
 
 
 def seed(device: torch.device) -> None:
@@ -208,42 +205,44 @@ def _is_foreign(module: str | None) -> bool:
     return root in _FOREIGN or root in sys.stdlib_module_names
 
 
-def _of_tensor(where: str, tensor: Tensor) -> list[tuple[Place | None, list[Any]]]:
+Reached = tuple[Place | None, list[Any]]
+"""A place that a step can change, if a value is one, and the values that it refers to."""
+
+
+def _of_tensor(where: str, tensor: Tensor) -> Reached:
     def put(before: Tensor) -> None:
         with torch.no_grad():
             tensor.copy_(before)
 
     is_small = tensor.numel() <= _MOST_NUMEL
-    return [(Place(where, lambda: tensor.detach().clone(), put), [])] if is_small else []
+    return Place(where, lambda: tensor.detach().clone(), put) if is_small else None, []
 
 
-def _of_class(where: str, kind: type) -> list[tuple[Place | None, list[Any]]]:
+def _of_class(where: str, kind: type) -> Reached:
     if _is_foreign(kind.__module__):
-        return []
-    return [(places.of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
+        return None, []
+    return places.of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values())
 
 
-def _of_container(where: str, values: Any) -> list[tuple[Place | None, list[Any]]]:
+def _of_container(where: str, values: Any) -> Reached:
     if len(values) > _MOST_ITEMS:
-        return []
+        return None, []
     if isinstance(values, dict):
-        return [(places.of_dict(where, values), list(dict.values(values)))]
-    return [(places.of_items(where, values), list(values))]
+        return places.of_dict(where, values), list(dict.values(values))
+    return places.of_items(where, values), list(values)
 
 
-def _of_running_generator(
-    where: str, generator: types.GeneratorType[Any, Any, Any]
-) -> list[tuple[Place | None, list[Any]]]:
+def _of_running_generator(where: str, generator: types.GeneratorType[Any, Any, Any]) -> Reached:
     def get() -> Any:
         frame = generator.gi_frame
         return None if frame is None else (frame.f_lasti, [repr(value)[:200] for value in frame.f_locals.values()])
 
-    return [(Place(where, get, None), [])]
+    return Place(where, get, None), []
 
 
-def _of_iterator(where: str, iterator: Any) -> list[tuple[Place | None, list[Any]]]:
+def _of_iterator(where: str, iterator: Any) -> Reached:
     # How far it has come: it says so where it is pickled.
-    return [(Place(where, lambda: repr(iterator.__reduce__())[-200:], None), [])]
+    return Place(where, lambda: repr(iterator.__reduce__())[-200:], None), []
 
 
 _BUILT_IN_ITERATORS: tuple[type, ...] = (
@@ -254,31 +253,24 @@ _BUILT_IN_ITERATORS: tuple[type, ...] = (
     type(iter(range(0))),
 )
 
-_KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[Place | None, list[Any]]]]], ...] = (
-    (types.ModuleType, lambda where, value: []),  # by the names that code has of it
-    (logging.Logger, lambda where, value: []),  # it is muted
-    (threading.local, lambda where, value: [(places.of_dict(where, vars(value)), list(vars(value).values()))]),
-    (
-        (weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-        lambda where, value: [(places.of_weak(where, value), [])],
-    ),
-    (io.IOBase, lambda where, value: [(places.of_file(where, value), [])]),
-    (queue.Queue, lambda where, value: [(places.of_dict(where, vars(value)), [value.queue])]),
+_KINDS: tuple[tuple[Any, Callable[[str, Any], Reached]], ...] = (
+    (types.ModuleType, lambda where, value: (None, [])),  # by the names that code has of it
+    (logging.Logger, lambda where, value: (None, [])),  # it is muted
+    (threading.local, lambda where, value: (places.of_dict(where, vars(value)), list(vars(value).values()))),
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda where, value: (places.of_weak(where, value), [])),
+    (io.IOBase, lambda where, value: (places.of_file(where, value), [])),
+    (queue.Queue, lambda where, value: (places.of_dict(where, vars(value)), [value.queue])),
     (Tensor, _of_tensor),
-    (types.MethodType, lambda where, value: [(None, [value.__self__, value.__func__])]),
-    (functools.partial, lambda where, value: [(None, [value.func, *value.args, *value.keywords.values()])]),
-    ((staticmethod, classmethod), lambda where, value: [(None, [value.__func__])]),
-    (property, lambda where, value: [(None, [value.fget])]),
+    (types.MethodType, lambda where, value: (None, [value.__self__, value.__func__])),
+    (functools.partial, lambda where, value: (None, [value.func, *value.args, *value.keywords.values()])),
+    ((staticmethod, classmethod), lambda where, value: (None, [value.__func__])),
+    (property, lambda where, value: (None, [value.fget])),
     (type, _of_class),
-    ((tuple, frozenset), lambda where, value: [(None, list(value)[:_MOST_ITEMS])]),
+    ((tuple, frozenset), lambda where, value: (None, list(value)[:_MOST_ITEMS])),
     ((dict, list, set, collections.deque), _of_container),
     (types.GeneratorType, _of_running_generator),
     (_BUILT_IN_ITERATORS, _of_iterator),
 )
-
-
-_OF_LIBRARIES = (logging.Logger,)
-"""Objects of the standard library that a step may change, by a name of a module."""
 
 
 class _Walk:
@@ -315,17 +307,17 @@ class _Walk:
             for item in inner:
                 yield from self.places(where, item)
 
-    def _within(self, where: str, value: Any) -> Iterator[tuple[Place | None, list[Any]]]:
+    def _within(self, where: str, value: Any) -> Iterator[Reached]:
         for kinds, within in _KINDS:
             if isinstance(value, kinds):
-                return iter(within(where, value))
+                return iter([within(where, value)])
         if isinstance(value, types.FunctionType):
             return self._of_function(where, value)
         if (place := places.of_generator(where, value)) is not None:
             return iter([(place, [])])
         return self._of_object(where, value)
 
-    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[tuple[Place | None, list[Any]]]:
+    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[Reached]:
         if _is_foreign(function.__module__):
             return
         for cell in function.__closure__ or ():
@@ -349,11 +341,11 @@ class _Walk:
             if module is logging:
                 values.append(logging.root)
             if _is_foreign(module.__name__):
-                yield None, [value for value in values if isinstance(value, _OF_LIBRARIES)]
+                yield None, [value for value in values if isinstance(value, logging.Logger)]
             else:
                 yield places.of_names(f"a global of {module.__name__}", vars(module), names), values
 
-    def _of_object(self, where: str, value: Any) -> Iterator[tuple[Place | None, list[Any]]]:
+    def _of_object(self, where: str, value: Any) -> Iterator[Reached]:
         kind = type(value)
         in_module = kind.__module__
         if in_module == "numpy" and hasattr(value, "fill") and value.size <= _MOST_NUMEL:

@@ -16,12 +16,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .elementwise import Findings, check_no_inner_optimizer
 from .per_parameter import trial_shapes
 from .probe import probe
-from .values import NotForShardsError
+from .values import PLAIN_TYPES, NotForShardsError
 
 _MOST = 64
 """The number that is kept: a search over learning rates makes one for each."""
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class KnownFindings:
@@ -71,4 +69,4 @@ def _plain(value: Any) -> tuple[Any, ...] | None:
     if type(value) is tuple:
         items = [_plain(item) for item in value]
         return None if None in items else (tuple, *items)
-    return (type(value), value) if type(value) in _PLAIN else None
+    return (type(value), value) if type(value) in PLAIN_TYPES else None

@@ -26,10 +26,9 @@ from .elementwise import Findings
 from .known_findings import KnownFindings
 from .probe import probe
 from .step_arguments import StepArguments
-from .values import Copier
+from .values import PLAIN_TYPES, Copier
 
 _OF_TRIALS = {"params", "lr", "initial_lr"}  # a trial has its own tensors, and a rate of its own where there is none
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class LaterTrials:
@@ -51,8 +50,7 @@ class LaterTrials:
         """Tries a step with these arguments; None if their kind was tried. ``dtype``: the finest that is stepped."""
         if (kind := arguments.kind) in self._tried:
             return None
-        findings = probe(self._optimizer, self._device, dtype, arguments)
-        findings = self._if_divided_alike(findings)
+        findings = self._if_divided_alike(probe(self._optimizer, self._device, dtype, arguments))
         if findings.reason is None:
             self._tried.add(kind)
         return findings
@@ -95,7 +93,7 @@ class LaterTrials:
         """Records the attributes and entries after a step: the user has not set those that the step changes."""
         if self._is_torchs:
             return
-        self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in _PLAIN}
+        self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in PLAIN_TYPES}
         for first, group in zip(self._first, self._optimizer.param_groups, strict=False):
             first.update((name, group[name]) for name in group.keys() - first.keys() - _OF_TRIALS)
 
@@ -106,7 +104,7 @@ class LaterTrials:
             name: value
             for name, value in vars(self._optimizer).items()
             # Frameworks put attributes of their own on an optimizer, with an underscore.
-            if type(value) in _PLAIN and (name in self._attributes or not name.startswith("_"))
+            if type(value) in PLAIN_TYPES and (name in self._attributes or not name.startswith("_"))
             if value is not self._attributes.get(name) and _may_add_a_term(self._attributes.get(name), value)
         }
 

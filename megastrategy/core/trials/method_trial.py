@@ -124,9 +124,9 @@ def _check_pieces(pieces: Sequence[OptimizerCopy], whole: OptimizerCopy, call: C
             raise NotForShardsError("it gives tensors other memory (param.data = ...), and shards are views")
     tensors = [
         {
-            name: torch.cat(parts).reshape(TRIAL_SHAPE)
+            name: torch.cat([values[name] for values in of_pieces]).reshape(TRIAL_SHAPE)
             for name in of_pieces[0]
-            if len(parts := _named(of_pieces, name)) > 1
+            if all(name in values for values in of_pieces)
         }
         for of_pieces in zip(*(piece.after.tensors for piece in pieces), strict=True)
     ]
@@ -136,12 +136,6 @@ def _check_pieces(pieces: Sequence[OptimizerCopy], whole: OptimizerCopy, call: C
             "a trial of it gave other results when tensors were cut into flat pieces: it depends on more than one "
             "element at a time, or returns what belongs to elements"
         )
-
-
-def _named(of_pieces: Sequence[dict[str, Tensor]], name: str) -> list[Tensor]:
-    """Returns the parts under a name, if all pieces have one."""
-    parts = [values[name] for values in of_pieces if name in values]
-    return parts if len(parts) == len(of_pieces) else []
 
 
 def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Contents:
@@ -154,7 +148,7 @@ def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dty
         groups.append([])
         if kind not in kinds and group["params"]:
             kinds.add(kind)
-            groups[-1].append(torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(device, dtype))
+            groups[-1].append(_randn(generator, device, dtype))
     return Contents(groups, {})
 
 
@@ -170,22 +164,22 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
         # Once more than it steps: a call that uses gradients has to find some, as between backward and step.
         for step in range(_STEPS + 1):
             for tensor in contents.tensors:
-                tensor.grad = torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(
-                    tensor.device, tensor.dtype
-                )
+                tensor.grad = _randn(generator, tensor.device, tensor.dtype)
             if step < _STEPS:
                 copied.step()
     except Exception as error:
         raise NotForShardsError(f"it cannot be tried: a trial step raised {describe_error(error)}") from error
     state = dict(dict.items(copied.state))
     for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
-        tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator, device="cpu"))
+        tensor.copy_(_randn(generator, tensor.device, tensor.dtype))
         # A mode keeps what steps do not, and may give it back to the weights.
-        for name, value in _kept_beside(optimizer, state.get(tensor, {})).items():
-            state.setdefault(tensor, {})[name] = torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(
-                tensor.device, value
-            )
+        for name, dtype in _kept_beside(optimizer, state.get(tensor, {})).items():
+            state.setdefault(tensor, {})[name] = _randn(generator, tensor.device, dtype)
     return Contents(contents.groups, state)
+
+
+def _randn(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(device, dtype)
 
 
 def _kept_beside(optimizer: Optimizer, found: Mapping[str, object]) -> dict[str, torch.dtype]:

@@ -77,15 +77,6 @@ class Trial:
             param.grad = grad.clone()
         self.optimizer.step()
 
-    def step_in_parts(self, grads: Sequence[Tensor]) -> None:
-        """One step, by a call for each tensor."""
-        (group,) = self.optimizer.param_groups
-        for param, grad in zip(self.params, grads, strict=True):
-            param.grad = grad.clone()
-        for param in self.params:
-            group["params"] = [param]
-            self.optimizer.step()
-
 
 class Problem:
     """Weights and gradients for trials, the same at each call. See [Note: trial tensors]."""
@@ -167,10 +158,14 @@ class Problem:
         return trial
 
     def rerun_in_parts(self, optimizer: torch.optim.Optimizer, whole: Trial) -> Trial:
-        """Repeats the steps of the same tensors with the same gradients, each by several calls."""
+        """Repeats the steps of the same tensors with the same gradients, each by a call for every tensor."""
         trial = Trial(optimizer, [start.clone().requires_grad_() for start in self.starts])
         for grads in whole.grads:
-            trial.step_in_parts(grads)
+            for param, grad in zip(trial.params, grads, strict=True):
+                param.grad = grad.clone()
+            for param in trial.params:
+                optimizer.param_groups[0]["params"] = [param]
+                optimizer.step()
         return trial
 
     def rerun_cut(self, make_copy: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:

@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+PLAIN_TYPES = (bool, int, float, str, type(None))
+"""The types of values that an option is compared by."""
+
 
 class NotForShardsError(Exception):
     """The optimizer, or a call of it, would be wrong on shards, or cannot be judged. The message is the reason."""
@@ -57,7 +60,8 @@ class Copier:
         if isinstance(value, list | set | collections.deque) or type(value) is tuple:
             items = list.__iter__(value) if isinstance(value, list) else value  # past an override that counts
             return self._keep(value, type(value)(map(self.copy, items)))
-        if hasattr(value, "__dict__") and not is_generator(value):
+        # Not a generator of random numbers: a copy would hide how often it draws.
+        if hasattr(value, "__dict__") and methods_of_generator(value) is None:
             try:
                 copied = copy.copy(value)
             except Exception:  # noqa: BLE001 - a group, a file or a lock cannot be copied, and is shared
@@ -78,11 +82,6 @@ def methods_of_generator(value: Any) -> tuple[str, str] | None:
     """Returns the names of the methods that get and set the state of a random generator; None for other objects."""
     pairs = ("getstate", "setstate"), ("get_state", "set_state")
     return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers: a copy would hide how often."""
-    return methods_of_generator(value) is not None
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
