@@ -45,29 +45,25 @@ class ExtraParams:
         groups = self._optimizer.param_groups
         known = {id(param) for param in self._engine.named_params().values()}
         self._ignored = self._engine.ignored_params()
-        places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
-        found = [(n, p) for n, p in places if id(groups[n]["params"][p]) not in known]
+        params = [((n, place), param) for n, group in enumerate(groups) for place, param in enumerate(group["params"])]
+        found = [(place, param) for place, param in params if id(param) not in known]
         kind = type(self._optimizer).__name__
         # None is the model's: almost certainly the optimizer was built before the model was copied, moved or prepared.
-        if (
-            found
-            and len(found) == len(places)
-            and not any(id(groups[n]["params"][p]) in self._ignored for n, p in found)
-        ):
+        if found and len(found) == len(params) and not any(id(param) in self._ignored for _, param in found):
             raise ValueError(
                 f"no parameter of this {kind} is one of the wrapped model's, so the model would not be trained (the "
-                f"first is {_describe(groups, found[0])}). Pass model.parameters() of the model that was wrapped"
+                f"first is {_describe(groups, found[0][0])}). Pass model.parameters() of the model that was wrapped"
             )
-        for place in found:
+        for place, param in found:
             # Its gradient is reduced, and perhaps scattered, by an engine that this optimizer's step does not know.
-            if is_wrapped(groups[place[0]]["params"][place[1]]):
+            if is_wrapped(param):
                 raise ValueError(
                     f"{_describe(groups, place)} of this {kind} belongs to another wrapped model, and a "
                     "DistributedOptimizer has one. Give each model an optimizer of its own, or wrap one module that "
                     "contains them all (torch.nn.ModuleDict): everything stays sharded. Without shards, step the "
                     f"optimizer itself, with {self._engine.all_reduce_option} for every model"
                 )
-        self._places, self.params = found, [groups[n]["params"][p] for n, p in found]
+        self._places, self.params = [place for place, _ in found], [param for _, param in found]
 
     def grads(self) -> list[Tensor]:
         """Returns this rank's gradients of them."""
@@ -92,10 +88,6 @@ class ExtraParams:
                 tensor.grad = None
             elif tensor.grad is not None:
                 tensor.grad.detach_().zero_()
-
-    def join_norm(self, norm: Tensor, norm_type: float, groups: Sequence[Collectives]) -> Tensor:
-        """Returns the norm of the model's gradients and of the extra parameters' together; see :func:`join_norm`."""
-        return join_norm(norm, self.grads(), norm_type, groups, self._engine.device)
 
     def warn_once(self) -> None:
         """Warns on rank 0 about extra parameters with gradients, before the first step for which any has one."""

@@ -140,7 +140,8 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
     # Joined state is keyed by runs; the user's method looks it up by the tensors in the groups.
     shard_set.states.split()
     own = [shard_set.shards[index] for index in indices if index in shard_set.shards]
-    mains = [shard for shard in own if shard.weights is not None and shard_set.layout.has_separate_main(shard.param)]
+    apart = (shard for shard in own if shard_set.layout.has_separate_main(shard.param))
+    mains = [(shard, shard.weights) for shard in apart if shard.weights is not None]
     if shard_set.states.storage is not None:  # on all ranks alike
         # It may store weights in the state, as SPlus does, where they would be rounded.
         raise OptimizerNotShardableError(
@@ -150,21 +151,19 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
         )
     with torch.no_grad():
         try:
-            for shard in mains:
-                assert shard.weights is not None
+            for shard, weights in mains:
                 # Weights may have been written since the last step; a method on stale main params would revert that.
-                begin_step(shard.main, shard.weights, keeps_remainder=shard.keeps_remainder)
+                begin_step(shard.main, weights, keeps_remainder=shard.keeps_remainder)
             with shard_set.groups_of_shards():
                 result = call(shard_set.inner)
-            for shard in mains:
-                assert shard.weights is not None
+            for shard, weights in mains:
                 # The gather below sends exact weights, not changes, so no remainder is left.
                 if moves:
-                    shard.weights.copy_(shard.main)
+                    weights.copy_(shard.main)
                 if shard.keeps_remainder:
-                    shard.main.sub_(shard.weights)
+                    shard.main.sub_(weights)
         except BaseException:
-            drop_remainders(mains)
+            drop_remainders(shard for shard, _ in mains)
             raise
         if not moves:
             return result

@@ -17,8 +17,6 @@ from torch import Tensor
 from ..errors import DirectUseError
 from .shard_set import ShardSet
 
-_MISSING = object()
-
 
 class GuardedState(MutableMapping[Any, Any]):
     """A view of the optimizer's own state; see [Note: why a look-up by a Parameter raises]."""
@@ -27,23 +25,20 @@ class GuardedState(MutableMapping[Any, Any]):
         self._shard_set = shard_set
         self._state: MutableMapping[Any, Any] = shard_set.inner.state
 
-    def _check(self, key: Any) -> None:
-        _check(key, self._shard_set)
-
     def __getitem__(self, key: Any) -> Any:
-        self._check(key)
+        _check(key, self._shard_set)
         return self._state[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._check(key)
+        _check(key, self._shard_set)
         self._state[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._check(key)
+        _check(key, self._shard_set)
         del self._state[key]
 
     def __contains__(self, key: object) -> bool:
-        self._check(key)
+        _check(key, self._shard_set)
         return key in self._state
 
     def __iter__(self) -> Iterator[Any]:
@@ -57,12 +52,9 @@ class GuardedState(MutableMapping[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         return self._state[key] if key in self else default
 
-    def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        if key in self or default is _MISSING:
-            value = self._state[key]
-            del self._state[key]
-            return value
-        return default
+    def pop(self, key: Any, *default: Any) -> Any:
+        _check(key, self._shard_set)
+        return self._state.pop(key, *default)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state!r})"

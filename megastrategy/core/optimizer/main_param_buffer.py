@@ -25,11 +25,10 @@ _ALIGNMENT_NUMEL = 4
 class MainParamBuffer:
     """The fp32 main params of one bucket's 16-bit parameters, in contiguous memory.
 
+    ``weights``: the parameters, dense, of one dtype. The main params start with their values.
+
     Attributes:
         mains: one for each parameter, with its shape and strides, and a storage of its own in the buffer's memory.
-
-    Args:
-        weights: the parameters, dense, of one dtype. The main params start with their values.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:

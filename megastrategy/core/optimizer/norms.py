@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..engine import Engine
 from ..sync import count_zeros, norms_over_owners, total_grad_norm
+from .extra_params import join_norm
 from .shard_set import ShardSet
 
 
@@ -39,11 +39,10 @@ def norm_of_grads(shard_set: ShardSet, grads: Mapping[int, Tensor], norm_type: f
     norm = total_grad_norm(listed, norm_type, shard_set.owner_collectives, shard_set.engine.device)
     norm = _over_model(shard_set, norm, norm_type)
     if shard_set.extra_params.params:
+        engine, grads_of_extra = shard_set.engine, shard_set.extra_params.grads()
         # One number on all ranks among which parameters are divided.
-        owners = [shard_set.engine.collectives] if shard_set.sharded else []
-        norm = shard_set.extra_params.join_norm(
-            norm, norm_type, [*owners, *shard_set.engine.model_parallel.collectives]
-        )
+        groups = [*([engine.collectives] if shard_set.sharded else []), *engine.model_parallel.collectives]
+        norm = join_norm(norm, grads_of_extra, norm_type, groups, engine.device)
     return _in_norm_dtype(shard_set, norm)
 
 
@@ -79,14 +78,12 @@ def _owned_weights(shard_set: ShardSet) -> list[Tensor]:
         if shard_set.sharded and (index := shard_set.sharded_index(param)) is not None:
             shard = shard_set.shards.get(index)
             owned += [] if shard is None else [shard.main if shard.weights is None else shard.weights]
-        elif not shard_set.sharded or _ranks_with(engine, param).rank == 0:  # each of these ranks has all of it
+            continue
+        # A frozen parameter is complete on each rank that would share out its elements: the first of them counts it.
+        domain = engine.model_parallel.domain_of(param) or engine.layout.domain
+        if not shard_set.sharded or engine.ranks_of(domain).rank == 0:
             owned.append(engine.local_parts.local_view(param).detach())
     return owned
-
-
-def _ranks_with(engine: Engine, param: Tensor) -> Collectives:
-    """The ranks that share out a parameter's elements if it is trainable; frozen, each has all that is on this one."""
-    return engine.ranks_of(engine.model_parallel.domain_of(param) or engine.layout.domain)
 
 
 def _counted(shard_set: ShardSet, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:

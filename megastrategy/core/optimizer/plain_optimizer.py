@@ -10,7 +10,7 @@ again: in ``step``, ``state_dict``, ``load_state_dict``, or in the DistributedOp
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -52,9 +52,3 @@ def _as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: Lo
         name: local_parts.as_grad(param, value) if isinstance(value, Tensor) and value.shape == part.shape else value
         for name, value in values.items()
     }
-
-
-def remove(handles: Iterable[Any]) -> None:
-    """Removes hooks. No hook may be running."""
-    for handle in handles:
-        handle.remove()

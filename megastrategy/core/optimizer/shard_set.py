@@ -45,7 +45,7 @@ from ..shards import (
 from ..trials import Findings, is_per_element
 from .extra_params import ExtraParams
 from .main_param_buffer import MainParamBuffer
-from .plain_optimizer import load_as_torchs, remove
+from .plain_optimizer import load_as_torchs
 from .shard_states import ShardStates
 from .state_hooks import without_state_hooks
 from .whole_params import WholeParams
@@ -190,10 +190,8 @@ class ShardSet(ShardHolder):
 
     def _without_shards(self) -> tuple[dict[int, Parameter], set[int]]:
         """Returns the parameters in the groups that have no shards yet, by index, and which are stepped whole."""
-        index_by_id, sharded = (
-            self.engine.index_by_id,
-            self._with_shards,
-        )  # each step reads them for each parameter
+        # Local names: each step reads both for each parameter.
+        index_by_id, sharded = self.engine.index_by_id, self._with_shards
         params: dict[int, Parameter] = {}
         whole = set[int]()
         for number, group in enumerate(self.inner.param_groups):
@@ -383,7 +381,8 @@ class ShardSet(ShardHolder):
             self._drop_shards()
             engine.release_groups()
         if not keep_hooks:
-            remove(self.hooks)
+            for hook in self.hooks:
+                hook.remove()
             self.hooks = []
             self.inner.__dict__.pop("__getstate__", None)
 

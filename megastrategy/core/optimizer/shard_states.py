@@ -28,6 +28,7 @@ class ShardStates:
 
     Attributes:
         element_names: the names of element-wise state that trials and steps have found; None if nothing is sharded.
+            One set, which grows.
         in_parts: True if one step may be several calls with some of the shards each, since the optimizer keeps nothing
             but tensors in its state.
         storage: stores state or main params in 16 bits, or state on the host; None where no option asks for it.
@@ -55,7 +56,9 @@ class ShardStates:
             raise OptimizerNotShardableError(reason)
         from ..shards.state_storage import StateStorage
 
-        return StateStorage(self._optimizer, layout.state_dtype, self._engine.device, offloads=layout.offloads_state)
+        assert self.element_names is not None, "sharded"
+        dtype, offloads = layout.state_dtype, layout.offloads_state
+        return StateStorage(self._optimizer, dtype, self._engine.device, self.element_names, offloads=offloads)
 
     def why_not_in_slices(self) -> str | None:
         """Returns the reason why shards may not be stepped in slices; None if they may, or need not be."""
@@ -91,10 +94,10 @@ class ShardStates:
         index_by_id = self._engine.index_by_id
         members = [[index_by_id.get(id(param), -1) for param in g["params"]] for g in self._optimizer.param_groups]
         stepping = set(with_grads & shards.keys())
-        state, names = self._optimizer.state, self.element_names
+        state = self._optimizer.state
         if members != self._members or any(
             len({shard.param in stepping for shard in run.shards}) > 1
-            or (not self._is_joined and not run.has_one_history(state, names))
+            or (not self._is_joined and not run.has_one_history(state))
             for run in self._runs
         ):
             self.split()
@@ -102,13 +105,14 @@ class ShardStates:
             self._build_runs(shards, stepping)
         if not self._is_joined:
             for run in self._runs:
-                run.join_state(state, names, in_blocks=self._in_blocks(run))
+                run.join_state(state, in_blocks=self._in_blocks(run))
             self._is_joined = True
         return [run for run in self._runs if run.shards[0].param in stepping]
 
     def _build_runs(self, shards: Mapping[int, ParamShard], stepping: set[int]) -> None:
         members, groups, buffers = self._members, self._optimizer.param_groups, self._engine.param_buffers
         assert buffers is not None, "sharded"
+        assert self.element_names is not None, "sharded"
         self.group_of = {index: number for number, indices in enumerate(members) for index in indices}
         self.times = Counter(index for indices in members for index in indices)
         by_group = [[shards[index] for index in dict.fromkeys(indices) if index in shards] for indices in members]
@@ -125,9 +129,8 @@ class ShardStates:
         """Converts the state to that of single shards until the next step. ``replace``: it is about to be replaced."""
         if self._is_joined:
             for run in self._runs:
-                run.split_state(self._optimizer.state, self.element_names)
-                if self.element_names is not None:  # an optimizer may create state later than in the trials' steps
-                    self.element_names |= run.element_names(self.element_names)
+                run.split_state(self._optimizer.state)
+                run.names |= run.element_names()  # an optimizer may create state later than in the trials' steps
             self._is_joined = False
         if replace:
             for run in self._runs:
@@ -137,8 +140,8 @@ class ShardStates:
         """Cuts state that a first step has created in one tensor into blocks, which later steps see."""
         for run in runs:
             if run.begins:
-                run.split_state(self._optimizer.state, self.element_names)
-                run.join_state(self._optimizer.state, self.element_names, in_blocks=self._in_blocks(run))
+                run.split_state(self._optimizer.state)
+                run.join_state(self._optimizer.state, in_blocks=self._in_blocks(run))
 
     def drop_runs(self) -> None:
         """Drops the runs, after :meth:`split`, so that their memory can be freed."""
@@ -157,10 +160,10 @@ class ShardStates:
 
     def fragments(self, shards: Mapping[int, ParamShard]) -> list[Fragment]:
         """Returns the state of these shards as it is saved, in whichever form it is. Changes nothing."""
-        state, names, joined = self._optimizer.state, self.element_names, set[int]()
+        state, joined = self._optimizer.state, set[int]()
         fragments: list[Fragment] = []
         for run in self._runs if self._is_joined else ():
-            fragments.append(Fragment(run.shards, run.main.numel(), run.joined_state(state, names)))
+            fragments.append(Fragment(run.shards, run.main.numel(), run.joined_state(state)))
             joined.update(shard.param for shard in run.shards)
         single = (shard for index, shard in shards.items() if index not in joined)
         fragments += [Fragment((shard,), shard.numel, state.get(shard.main, {})) for shard in single]
@@ -173,11 +176,11 @@ class ShardStates:
     def keep_loaded(self, shards: Iterable[ParamShard]) -> None:
         """Stores state that was set from outside, as the option for state storage requires."""
         if self.storage is not None:
-            self.storage.keep_loaded(list(shards), self.element_names)
+            self.storage.keep_loaded(shards)
 
     def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
         """Returns the names of loaded state that is kept on the host."""
-        return self.storage.names_kept_on_host(shard, values, self.element_names) if self.storage is not None else ()
+        return self.storage.names_kept_on_host(shard, values) if self.storage is not None else ()
 
     def copy_of(self, part: Tensor) -> Tensor:
         """Returns a copy of state, in the memory in which state is stored."""

@@ -39,13 +39,13 @@ from ..wire import wire_part
 from .optimizer_checks import check_main_params, not_shardable, sending_nothing
 from .replica_state import OptimizerState
 from .shard_set import ShardSet
-from .step_hooks import InnermostCall, has_user_hooks
+from .step_hooks import has_user_hooks, innermost_call
 from .step_memory import bring_back, copy_kept_grads, is_shared
 from .unsharded_step import step_main_params
 from .whole_params import WholeParam
 
 if TYPE_CHECKING:
-    from ..shards.state_storage import StateStorage, StepSlice
+    from ..shards.state_storage import StepSlice
 
 Steppable: TypeAlias = "FlatRun | WholeParam | StepSlice"
 
@@ -218,7 +218,7 @@ class ShardedOptimizer:
             self.finish_grads()  # again, after the hooks: one may have written a gradient
             return self._in_one_call(self._begin_shards())
 
-        with self.shard_set.calls_allowed(), InnermostCall(self.inner, innermost):
+        with self.shard_set.calls_allowed(), innermost_call(self.inner, innermost):
             self._arguments.call(self.inner.step)
 
     @contextlib.contextmanager
@@ -248,14 +248,14 @@ class ShardedOptimizer:
         try:
             if storage is not None:
                 cuts = {run.group: states.may_join(self.inner.param_groups[run.group]) for run in begun.runs}
-                storage.begin_step(begun.runs, begun.order, cuts, states.element_names)
+                storage.begin_step(begun.runs, begun.order, cuts)
             for bucket in begun.order:
-                flat: Sequence[Steppable] = [run for run in begun.runs if run.bucket == bucket]
+                flat = [run for run in begun.runs if run.bucket == bucket] if storage is None else []
                 whole = self._whole_params_ready_in(bucket, begun.with_grads)
                 with self._gathering_after_an_error(begun, to_gather):
-                    if storage is not None:
-                        self._step_slices(storage, bucket)
-                        flat = ()
+                    for slices in storage.slices(bucket) if storage is not None else ():
+                        self._step_runs(slices)
+                        del slices  # before the next ones are made
                     self._step_runs([*flat, *whole])
                 if is_early and to_gather and bucket == to_gather[0]:
                     shard_set.start_gather(to_gather.pop(0), begun.indices)
@@ -355,13 +355,6 @@ class ShardedOptimizer:
             with self._holding(runs, with_extra_params=with_extra_params):
                 self._arguments.call(self.inner.step)
 
-    def _step_slices(self, storage: StateStorage, bucket: int) -> None:
-        """Calls the optimizer with the slices of a bucket's shards, one list of slices after the other."""
-        for slices in storage.slices(bucket, self.shard_set.states.element_names):
-            with self._holding(slices, with_extra_params=False):
-                self._arguments.call(self.inner.step)
-            del slices  # before the next ones are made
-
     @contextlib.contextmanager
     def _holding(self, runs: Sequence[Steppable], *, with_extra_params: bool) -> Iterator[None]:
         """Puts these into the optimizer's groups, with their gradients, while this is open."""
@@ -389,7 +382,7 @@ class ShardedOptimizer:
         """Widens and fetches the state of slices while this is open, if a storage has it."""
         if (storage := self.shard_set.states.storage) is None:
             return contextlib.nullcontext()
-        return storage.widened(runs, self.shard_set.states.element_names, self.shard_set.layout)
+        return storage.widened(runs, self.shard_set.layout)
 
     @contextlib.contextmanager
     def _main_params_loaded(self, runs: Sequence[Steppable]) -> Iterator[None]:

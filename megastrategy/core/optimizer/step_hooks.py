@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer, lr_scheduler
@@ -41,53 +40,38 @@ def has_user_hooks(optimizer: Optimizer) -> bool:
     return not (wrapper is None or wrapper is type(optimizer).step)
 
 
-class InnermostCall:
+@contextlib.contextmanager
+def innermost_call(
+    optimizer: Optimizer, context: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
     """Enters ``context`` around the class's own ``step`` while this is open; see [Note: hooks around shards].
 
     A class whose ``step`` calls its base's has hooks in both; the outer one counts.
     """
+    depth, entered = 0, contextlib.ExitStack()
 
-    def __init__(self, optimizer: Optimizer, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._optimizer, self._context = optimizer, context
-        self._entered: contextlib.AbstractContextManager[None] | None = None
-        self._depth = 0
-        self._handles: list[Any] = []
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            entered.enter_context(context())
 
-    def __enter__(self) -> InnermostCall:
-        before, after = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before),
-            self._optimizer.register_step_post_hook(self._after),
-        ]
-        # Registered last, it is the last pre hook; the post hook is moved to the front.
-        assert next(reversed(before)) == self._handles[0].id
-        assert isinstance(after, OrderedDict)
-        after.move_to_end(self._handles[1].id, last=False)
-        return self
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            entered.close()
 
-    def _before(self, *_: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            entered = self._context()
-            entered.__enter__()
-            self._entered = entered
-
-    def _after(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._leave(None, None, None)
-
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.__exit__(kind, error, where)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        # The step raised. Even if a wrapper caught that, other ranks wait for weights, as after any step.
-        self._leave(kind, error, where)
+    handles = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    # Registered last, it is the last pre hook; the post hook is moved to the front.
+    assert next(reversed(before)) == handles[0].id
+    assert isinstance(after, OrderedDict)
+    after.move_to_end(handles[1].id, last=False)
+    # Left here if the step raised: even if a wrapper caught that, other ranks wait for weights, as after any step.
+    with entered:
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -53,6 +53,7 @@ class FlatRun:
         main: the stepped tensor; the shards' ``main`` are slices of it.
         weights: the weights that ``main`` is the main param of; None if ``main`` is the weights themselves.
         grad: the reduced gradients, in the gradient dtype.
+        names: the names of element-wise state: one set for all runs of an optimizer, which grows.
         keeps_remainder: see param_shard's [Note: remainders of sent changes].
         bits: as in a shard; ``main`` is their ``low`` then, and the run is stepped in slices.
         times: how often its parameters are in their group: one that is listed twice is stepped twice.
@@ -65,9 +66,10 @@ class FlatRun:
     main: Tensor
     weights: Tensor | None
     grad: Tensor
-    keeps_remainder: bool = False
-    bits: LowBits | None = None
-    times: int = 1
+    names: set[str]
+    keeps_remainder: bool
+    bits: LowBits | None
+    times: int
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
@@ -79,21 +81,19 @@ class FlatRun:
         self.begins = False
         """True if the next step creates the state; it can be cut into blocks after that."""
 
-    def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, *, in_blocks: bool) -> None:
+    def join_state(self, state: MutableMapping[Tensor, State], *, in_blocks: bool) -> None:
         """Replaces the shards' state by the state of ``tensors`` (the run, in one tensor or in blocks).
 
         Element-wise state (``exp_avg``) becomes views of one flat tensor, without a copy where it was cut from that
         tensor before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` checked: one is kept.
 
-        Args:
-            names: the names of element-wise state, where they are known.
-            in_blocks: see [Note: blocks that fit the cache].
+        ``in_blocks``: see [Note: blocks that fit the cache].
         """
         numel = self.main.numel()
         block_numel = CACHE_BLOCK_NUMEL if in_blocks else numel
         # Popped before the run's state is added: a run of one shard is the shard's own tensor, and has the same key.
         states = [state.pop(shard.main, {}) for shard in self.shards]
-        joined = _join(states, self._shard_spans, numel, names, self._cut_for_shards)
+        joined = _join(states, self._shard_spans, numel, self.names, self._cut_for_shards)
         # Before its first step there is no state to cut: that step creates it for the run in one tensor, and later
         # steps see it in blocks without a copy.
         starts = range(0, numel, block_numel) if joined and numel > block_numel else (0,)
@@ -101,29 +101,29 @@ class FlatRun:
         if len(spans) != len(self.tensors):
             self.tensors = [flat_slice(self.main, span) for span in spans]
         # The joined tensors are kept in _CutState, so that split_state finds them again and copies nothing.
-        self._cut_for_shards, self._cut_for_tensors = None, _CutState(joined, spans, numel, names)
+        self._cut_for_shards, self._cut_for_tensors = None, _CutState(joined, spans, numel, self.names)
         state.update(zip(self.tensors, self._cut_for_tensors.parts, strict=True))
         self.begins = not joined and numel > block_numel
 
-    def split_state(self, state: MutableMapping[Tensor, State], names: set[str] | None) -> None:
+    def split_state(self, state: MutableMapping[Tensor, State]) -> None:
         """Replaces the state of ``tensors`` by that of the shards; the reverse of :meth:`join_state`."""
-        assert self._cut_for_tensors is not None, "it was joined"
-        states = [state.pop(tensor, {}) for tensor in self.tensors]
-        joined = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
+        joined = self.joined_state(state)
+        for tensor in self.tensors:
+            state.pop(tensor, None)
         self._cut_for_tensors = None
         if joined:
-            self._cut_for_shards = _CutState(joined, self._shard_spans, self.main.numel(), names)
+            self._cut_for_shards = _CutState(joined, self._shard_spans, self.main.numel(), self.names)
             state.update(zip((shard.main for shard in self.shards), self._cut_for_shards.parts, strict=True))
 
-    def joined_state(self, state: Mapping[Tensor, State], names: set[str] | None) -> State:
+    def joined_state(self, state: Mapping[Tensor, State]) -> State:
         """Returns the state of the run in one tensor, while it is joined. Changes nothing."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.get(tensor, {}) for tensor in self.tensors]
-        return _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
+        return _join(states, self._cut_for_tensors.spans, self.main.numel(), self.names, self._cut_for_tensors)
 
-    def has_one_history(self, state: Mapping[Tensor, State], names: set[str] | None) -> bool:
+    def has_one_history(self, state: Mapping[Tensor, State]) -> bool:
         """Returns True if the shards' states, while they are split, can be joined."""
-        return all(have_one_history(a, b, state, names) for a, b in itertools.pairwise(self.shards))
+        return all(have_one_history(a, b, state, self.names) for a, b in itertools.pairwise(self.shards))
 
     def set_grad(self) -> None:
         """Sets ``.grad`` of the tensors: views if the dtypes are equal, otherwise copies."""
@@ -132,10 +132,10 @@ class FlatRun:
             tensor.grad = grad[start : start + tensor.numel()]
             start += tensor.numel()
 
-    def element_names(self, names: set[str] | None) -> set[str]:
+    def element_names(self) -> set[str]:
         """Returns the names of the element-wise state that was split."""
         joined, numel = self._cut_for_shards.joined if self._cut_for_shards else {}, self.main.numel()
-        return {name for name, value in joined.items() if is_per_element(name, value, (numel,), names)}
+        return {name for name, value in joined.items() if is_per_element(name, value, (numel,), self.names)}
 
     def unshare_state(self, state: Mapping[Tensor, State]) -> None:
         """Copies the state of a run of one shard, so that it no longer keeps the state of a larger run alive."""
@@ -154,7 +154,7 @@ class _CutState:
     load others. The flat tensor is stale then, so :meth:`still_has` compares identities before it is used again.
     """
 
-    def __init__(self, joined: State, spans: Sequence[Span], numel: int, names: set[str] | None) -> None:
+    def __init__(self, joined: State, spans: Sequence[Span], numel: int, names: set[str]) -> None:
         self.joined, self.spans = joined, spans
         self.parts: list[State] = [joined] if len(spans) == 1 and spans[0] == (0, numel) else []
         if not self.parts:
@@ -176,7 +176,7 @@ class _CutState:
 
 
 def _join(
-    states: Sequence[State], spans: Sequence[Span], numel: int, names: set[str] | None, known: _CutState | None
+    states: Sequence[State], spans: Sequence[Span], numel: int, names: set[str], known: _CutState | None
 ) -> State:
     """Returns the state of a flat tensor of ``numel`` elements, from the states of its slices.
 
@@ -219,10 +219,8 @@ def cut_shards(
 ) -> dict[int, ParamShard]:
     """Makes this rank's shards of these parameters. The main params of neighbours share one allocation.
 
-    Args:
-        indices: parameters of the layout; parameters without elements on this rank are left out.
-        flats: the param buffers.
-        bitmaps: one for each buffer; None where main params are kept in fp32.
+    Parameters without elements on this rank are left out. ``flats`` and ``bitmaps`` are those of the param buffers; a
+    bitmap is None where main params are kept in fp32.
     """
     slots = layout.slots
     owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
@@ -279,7 +277,7 @@ def build_runs(
     param_flats: Sequence[Tensor],
     reduced: Callable[[int, int, int], Tensor],
     state: Mapping[Tensor, State],
-    names: set[str] | None,
+    names: set[str],
 ) -> list[FlatRun]:
     """Joins shards to as few runs as possible; returns these by address.
 
@@ -289,7 +287,8 @@ def build_runs(
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
         reduced: returns the reduced gradients in a bucket, from one element of its buffer to another.
-        state, names: as for :meth:`FlatRun.join_state`.
+        state: of the shards.
+        names: see :class:`FlatRun`.
     """
 
     def address(shard: ParamShard) -> int:
@@ -332,6 +331,7 @@ def build_runs(
                 first.main if len(shards) == 1 else flat_slice(flat, (first.offset, last.offset + last.numel)),
                 flat_slice(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
+                names,
                 first.keeps_remainder,
                 first.bits,
                 times[first.param],
@@ -340,7 +340,7 @@ def build_runs(
     return runs
 
 
-def have_one_history(a: ParamShard, b: ParamShard, state: Mapping[Tensor, State], names: set[str] | None) -> bool:
+def have_one_history(a: ParamShard, b: ParamShard, state: Mapping[Tensor, State], names: set[str]) -> bool:
     """Returns True if the states of two shards differ only in element-wise state."""
     one, other = state.get(a.main, {}), state.get(b.main, {})
     if one.keys() != other.keys():

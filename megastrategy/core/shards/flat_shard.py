@@ -89,20 +89,12 @@ class FlatShard(Tensor):
         shape, stride = part_shape, part_stride
         if cut is not None:  # ranks agree on the full shape, but each may have different strides
             shape, stride = cut.shape, contiguous_stride(cut.shape)
-        return Tensor._make_wrapper_subclass(
+        shard: FlatShard = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device, requires_grad=False
         )
-
-    def __init__(
-        self,
-        local: Tensor,
-        start: int,
-        part_shape: tuple[int, ...],
-        part_stride: tuple[int, ...],
-        cut: CutParam | None = None,
-    ) -> None:
-        self.local, self.start, self.cut = local, start, cut
-        self.part_shape, self.part_stride = part_shape, part_stride
+        shard.local, shard.start, shard.cut = local, start, cut
+        shard.part_shape, shard.part_stride = part_shape, part_stride
+        return shard
 
     @classmethod
     def of_part(cls, part: Tensor, cut: CutParam) -> FlatShard:

@@ -40,18 +40,14 @@ class Gather:
         is_root: bool,
         everywhere: bool = False,
     ) -> None:
-        self._collectives, self._ranks_of, self.device = collectives, ranks_of, device
+        self.collectives, self._ranks_of, self.device = collectives, ranks_of, device
         self._everywhere, self.is_root = everywhere, everywhere or is_root
-
-    def all_gather_objects(self, own: Any) -> list[Any]:
-        """Returns every rank's picklable ``own``, on all ranks."""
-        return self._collectives.all_gather_objects(own)
 
     def fill_bucket(self, flat: Tensor, domain: Domain) -> None:
         """Fills ``flat``, which has this rank's shard of a bucket in its place, with the other ranks' shards."""
         self._ranks_of(domain).all_gather(flat).wait()
         if self.is_root:  # it copies the bucket to the host next
-            self._collectives.wait_for_device(self.device, "all-gather")
+            self.collectives.wait_for_device(self.device, "all-gather")
 
     def whole_params(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
         """Yields the states of parameters that ranks step whole, by parameter, in the root's host memory.
@@ -59,8 +55,8 @@ class Gather:
         Yields nothing on other ranks, which have to iterate nevertheless.
         """
         if self._everywhere:
-            return gather_states_everywhere(own, self._collectives)
-        wholes = gather_states(own, self._collectives, self.device)
+            return gather_states_everywhere(own, self.collectives)
+        wholes = gather_states(own, self.collectives, self.device)
         return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
 
 
@@ -156,7 +152,7 @@ class _Scratch:
     holes in the heap of the size of the state itself."""
 
     def __init__(self, layout: BufferLayout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+        self._largest, self._device = max((bucket.numel for bucket in layout.buckets), default=0), device
         self._on_device: dict[torch.dtype, Tensor] = {}
         self._on_host: dict[torch.dtype, Tensor] = {}
 
@@ -176,10 +172,6 @@ class _Scratch:
         if flat.dtype not in self._on_host:
             self._on_host[flat.dtype] = devices.pinned_memory(self._largest, flat.dtype, flat.device)
         return self._on_host[flat.dtype][: flat.numel()].copy_(flat)
-
-    @property
-    def _largest(self) -> int:
-        return max(bucket.numel for bucket in self._layout.buckets)
 
 
 def _gather_bucket(
@@ -214,7 +206,7 @@ def _describe_everywhere(parts: StateFragments, gather: Gather) -> tuple[dict[in
     except CheckpointError as error:
         own = str(error)  # sent, since the other ranks wait for this one
     by_owner: list[Description] = []
-    for rank, description in enumerate(gather.all_gather_objects(own)):
+    for rank, description in enumerate(gather.collectives.all_gather_objects(own)):
         if isinstance(description, str):
             raise CheckpointError(f"rank {rank}: {description}")
         by_owner.append(description)

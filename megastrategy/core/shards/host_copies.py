@@ -11,12 +11,12 @@ writes remains.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .. import devices
 from .flat_shard import FlatShard
@@ -29,7 +29,7 @@ _ALIGNMENT_BYTES = 16  # between tensors in pinned memory: no dtype is larger
 def to_host(state: Any) -> Any:
     """Copies nested state to host memory, where later steps do not change it: for asynchronous saves, for example."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    copied = _copy(state, pairs)
+    copied = tree_map(lambda value: _copy(value, pairs), state)
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for source, target in pairs:
         by_device.setdefault(source.device, []).append((source, target))
@@ -38,23 +38,18 @@ def to_host(state: Any) -> Any:
     return copied
 
 
-def _copy(state: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """Copies nested state, except that the targets in ``pairs`` (source, target) are still to be filled."""
-    if isinstance(state, FlatShard):
-        return state.with_local(_copy(state.local, pairs))
-    if isinstance(state, Tensor):
-        source = state.detach()
+def _copy(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copies one value, except that the targets in ``pairs`` (source, target) are still to be filled."""
+    if isinstance(value, FlatShard):
+        return value.with_local(_copy(value.local, pairs))
+    if isinstance(value, Tensor):
+        source = value.detach()
         if devices.is_on_host(source.device) or type(source) is not Tensor or not source.is_contiguous():
             # copy=True: on the CPU to() would return the tensor itself, which the next step changes.
             return source.to("cpu", copy=True)
         pairs.append((source, torch.empty_like(source, device="cpu")))
         return pairs[-1][1]
-    # Exactly these: a subclass may need more than its items, and deepcopy asks it.
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, _copy(value, pairs)) for key, value in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(_copy(value, pairs) for value in state)
-    return copy.deepcopy(state)
+    return copy.deepcopy(value)  # a subclass of a container, too, since it may need more than its items
 
 
 class _Half:

@@ -38,12 +38,9 @@ def unpacked(data: Any) -> States:
 def gather_states(
     own: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on rank 0, by parameter, and nothing on other ranks. Collective.
+    """Yields every owner's states on rank 0, by parameter, and nothing on other ranks. Collective over the owners.
 
-    Args:
-        own: this rank's states, by parameter (index or name).
-        collectives: over the owners.
-        device: the device of the tensors that ``collectives`` send.
+    ``own``: by parameter (index or name). ``device``: of the tensors that ``collectives`` send.
     """
     rounds = _rounds(own)
     while True:

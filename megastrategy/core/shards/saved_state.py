@@ -64,20 +64,6 @@ def pending_main_params(
     return to_come
 
 
-def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
-    """Returns a state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
-    if value.dim() == 1:  # a shard, or a flat parameter
-        return value
-    if tuple(value.shape) != spec.shape:
-        return value.reshape(-1)
-    restrided = (
-        value
-        if value.stride() == spec.stride
-        else torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-    )
-    return restrided.as_strided((spec.numel,), (1,))
-
-
 def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
     """Returns the names of element-wise state. ``known``: the names that trial steps have found; None without trials.
 
@@ -94,11 +80,9 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
     """Converts the state of a parameter to that of its shard.
 
     State in the dtype of a 16-bit weight becomes fp32, as the first step of an fp32 main param would have created it: a
-    sum of ones stops at 256 in bf16. State in another dtype keeps it.
+    sum of ones stops at 256 in bf16. State in another dtype keeps it. Nothing is copied where nothing is cut.
 
-    Args:
-        values: the parameter's state; not copied where nothing is cut.
-        known: as for :func:`per_element_keys`.
+    ``known``: as for :func:`per_element_keys`.
     """
     if shard.is_cut:
         per_element = per_element_keys({0: values}, known)
@@ -135,14 +119,18 @@ def cut_value(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_elem
         return copied(value)
     if isinstance(value, FlatShard):
         return value.local  # read for this shard
-    if not shard.is_cut:  # of any shape
-        if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-        return _cloned(value)  # torch's load_state_dict would go on using the caller's tensor
+    if not shard.is_cut:  # of any shape; copied, since torch's load_state_dict would go on using the caller's tensor
+        has_shape = type(value) is Tensor and tuple(value.shape) == spec.shape
+        return _in_strides_of(spec, value) if has_shape else _cloned(value)
     if key not in per_element:  # a counter or a flag, which every owner has
         return value.clone()
     _check_shape(value, key, spec.name, spec.shape)
-    return in_memory_order(value, spec)[shard.start : shard.end].clone()
+    dense = value if value.stride() == spec.stride else _in_strides_of(spec, value)
+    return dense.as_strided((spec.numel,), (1,))[shard.start : shard.end].clone()
+
+
+def _in_strides_of(spec: ParamSpec, value: Tensor) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> None:
@@ -155,13 +143,10 @@ def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> 
 
 
 def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
-    """Returns the state of tensors as the optimizer's own ``state_dict`` has it. Nothing is copied.
+    """Returns the state of tensors, by parameter, as the optimizer's own ``state_dict`` has it.
 
-    It may differ from the state that the optimizer keeps: bitsandbytes wraps quantised tensors.
-
-    Args:
-        optimizer: not changed, whatever is in its groups.
-        owned: the tensors, by parameter. Tensors without state are left out.
+    It may differ from the state that the optimizer keeps: bitsandbytes wraps quantised tensors. Tensors without state
+    are left out. Nothing is copied, and the optimizer is not changed, whatever is in its groups.
     """
     owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,25 +91,24 @@ class Fragment(NamedTuple):
     @classmethod
     def of_main_param(cls, shard: ParamShard) -> Fragment:
         """Returns the fragment with the main param of one shard, under MAIN_PARAM."""
-        return cls((shard,), shard.numel, LazyMainParam(shard))
+        # Where it is kept as low bits it is joined when it is read, each time.
+        return cls((shard,), shard.numel, ConvertedOnRead({MAIN_PARAM: shard}, ParamShard.main_param))
 
 
-class LazyMainParam(Mapping[str, Tensor]):
-    """The main param of a shard. Where it is kept as low bits it is joined when it is read, each time."""
+class ConvertedOnRead(Mapping[str, Any]):
+    """The values of a mapping, each converted when it is read, so that one at a time is in memory."""
 
-    def __init__(self, shard: ParamShard) -> None:
-        self._shard = shard
+    def __init__(self, values: Mapping[str, Any], convert: Callable[[Any], Any]) -> None:
+        self._values, self._convert = values, convert
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name != MAIN_PARAM:
-            raise KeyError(name)
-        return self._shard.main_param()
+    def __getitem__(self, name: str) -> Any:
+        return self._convert(self._values[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter((MAIN_PARAM,))
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return 1
+        return len(self._values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +130,13 @@ class StateFragments:
     @functools.cached_property
     def _by_bucket(self) -> dict[int, list[Fragment]]:
         by_bucket: dict[int, list[Fragment]] = {}
-        for fragment in self.fragments:
+        for fragment in sorted(self.fragments, key=lambda each: (self._start(each), each.numel)):
             by_bucket.setdefault(self.layout.slots[fragment.shards[0].param].bucket, []).append(fragment)
         return by_bucket
+
+    def _start(self, fragment: Fragment) -> int:
+        """Returns the position of the first element in the bucket's buffer."""
+        return self.layout.slots[fragment.shards[0].param].start + fragment.shards[0].start
 
     def describe(self) -> Description:
         """Describes the fragments to other ranks.
@@ -175,23 +178,24 @@ class StateFragments:
 
     def put(self, flat: Tensor, bucket: Bucket, name: str) -> None:
         """Writes this rank's elements of a bucket, of one name and of the dtype of ``flat``, to their places in it."""
-        spans: list[tuple[int, int]] = []
+        sizes: list[int] = []
         values: list[Tensor] = []
+        position = 0
         for fragment in self._by_bucket.get(bucket.index, ()):
-            value, shard = fragment.state.get(name), fragment.shards[0]
+            value = fragment.state.get(name)
             if isinstance(value, Tensor) and value.dtype == flat.dtype and value.shape == (fragment.numel,):
-                start = self.layout.slots[shard.param].start + shard.start - bucket.start
-                spans.append((start, start + fragment.numel))
+                gap = self._start(fragment) - bucket.start - position
+                sizes += [gap, fragment.numel]
+                position += gap + fragment.numel
                 values.append(value)
         if values:  # one call for all of them: there may be thousands
-            torch._foreach_copy_(_views(flat, spans), values)
+            torch._foreach_copy_(flat[:position].split_with_sizes(sizes)[1::2], values)
 
 
 def agreed_keys(by_owner: Sequence[Description], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
     """Returns the element-wise state of each parameter, after checking that all its owners have the same.
 
-    Args:
-        by_owner: the descriptions of all data-parallel ranks, in their order.
+    ``by_owner``: the descriptions of all data-parallel ranks, in their order.
 
     Raises:
         CheckpointError: if one owner of a parameter keeps state that another does not: the missing part, as torch DDP
@@ -260,18 +264,3 @@ def _pack(
         if kind is not None:
             columns[name] = torch.stack(columns[name]).tolist()
     return [[shard.param for shard in fragment.shards] for fragment in fragments], dict(kinds), columns
-
-
-def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Returns the ranges ``[start, end)`` of a flat tensor as views, in the order of ``spans``."""
-    order = sorted(range(len(spans)), key=spans.__getitem__)
-    sizes, position = [], 0
-    for number in order:
-        start, end = spans[number]
-        sizes += [start - position, end - start]
-        position = end
-    parts = flat[:position].split_with_sizes(sizes)[1::2]  # every second one is a gap
-    views: list[Tensor] = [flat] * len(spans)
-    for number, part in zip(order, parts, strict=True):
-        views[number] = part
-    return views

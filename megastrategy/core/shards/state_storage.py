@@ -39,6 +39,7 @@ from .low_bits import LowBits
 from .offload import Arriving, Offload
 from .param_shard import ParamShard
 from .random_rounding import draw, first_place, halves, key_of_step, round_at_random_
+from .state_fragments import ConvertedOnRead
 
 NARROW = torch.bfloat16
 COUNT = "rounding_step"
@@ -103,13 +104,20 @@ class StateStorage:
 
     Args:
         dtype: of the stored state; None for fp32.
+        names: the names of element-wise state; one set, which grows.
         offloads: True if it is in host memory.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, device: torch.device, *, offloads: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        names: set[str],
+        *,
+        offloads: bool,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._names = optimizer, names
         self._rounds = dtype is not None
         assert dtype in (None, NARROW)
         self._is_on_host = devices.is_on_host(device)
@@ -126,15 +134,12 @@ class StateStorage:
 
     # --- in a step ---------------------------------------------------------------------------------------------------
 
-    def begin_step(
-        self, runs: Sequence[FlatRun], order: Sequence[int], cuts: Mapping[int, bool], names: set[str] | None
-    ) -> None:
+    def begin_step(self, runs: Sequence[FlatRun], order: Sequence[int], cuts: Mapping[int, bool]) -> None:
         """Plans a step in slices, and starts to fetch the state of the first ones.
 
         Args:
             order: the buckets in the order in which they are stepped.
             cuts: by group, whether its runs may be stepped in slices.
-            names: the names of element-wise state, where they are known.
         """
         most = _AT_ONCE_NUMEL if self._is_on_host else _DEVICE_NUMEL
         longest = CACHE_BLOCK_NUMEL if self._is_on_host else _DEVICE_NUMEL
@@ -147,25 +152,23 @@ class StateStorage:
                     bucket, numel = run.bucket, 0
                 self._planned[-1].append(place)
                 numel += length
-        self._fetch_next(names)
+        self._fetch_next()
 
-    def slices(self, bucket: int, names: set[str] | None) -> Iterator[list[StepSlice]]:
+    def slices(self, bucket: int) -> Iterator[list[StepSlice]]:
         """Yields the slices of a bucket, in lists that are stepped in one call. Buckets come in the planned order."""
         while self._planned and self._planned[0][0].in_step.run.bucket == bucket:
             places = self._planned.popleft()
-            self._fetch_next(names)
+            self._fetch_next()
             yield [StepSlice(*place) for place in places]
 
-    def _fetch_next(self, names: set[str] | None) -> None:
-        if self._offload is not None and self._planned:
-            self._fetch(self._planned[0], names)
+    def _fetch_next(self) -> None:
+        self._fetch(self._planned[0] if self._planned else ())
 
-    def _fetch(self, places: Sequence[_PlannedSlice], names: set[str] | None) -> None:
-        """Starts to copy the state of slices to the device."""
-        if not places:
+    def _fetch(self, places: Sequence[_PlannedSlice]) -> None:
+        """Starts to copy the state of slices to the device, if it is offloaded."""
+        if self._offload is None or not places:
             return
-        assert self._offload is not None
-        kept = [_per_element(of.before, of.run.main.numel(), names) for of, _ in places]
+        kept = [self._per_element(of.before, of.run.main.numel()) for of, _ in places]
         parts = [
             value[slice(*span)] for (_, span), values in zip(places, kept, strict=True) for value in values.values()
         ]
@@ -195,31 +198,28 @@ class StateStorage:
         return [_PlannedSlice(of, span) for span in itertools.pairwise((*starts, end))]
 
     @contextlib.contextmanager
-    def widened(self, stepped: Sequence[Any], names: set[str] | None, layout: BufferLayout) -> Iterator[None]:
+    def widened(self, stepped: Sequence[Any], layout: BufferLayout) -> Iterator[None]:
         """Gives the optimizer the state of slices in fp32 while this is open, and stores it afterwards.
 
-        Args:
-            stepped: slices, and whole parameters, whose state is left as it is.
-            names: the names of element-wise state, where they are known.
+        ``stepped``: slices, and whole parameters, whose state is left as it is.
         """
         slices = [slice_ for slice_ in stepped if isinstance(slice_, StepSlice)]
-        if self._offload is not None:
-            # Empty unless everything is stepped in one call.
-            places = (_PlannedSlice(slice_.in_step, slice_.span) for slice_ in slices)
-            self._fetch([place for place in places if place not in self._incoming], names)
+        # All are fetched already, unless everything is stepped in one call.
+        places = (_PlannedSlice(slice_.in_step, slice_.span) for slice_ in slices)
+        self._fetch([place for place in places if place not in self._incoming])
         try:
             for slice_ in slices:
-                if wide := self._fp32_state(slice_, names):
+                if wide := self._fp32_state(slice_):
                     self._state[slice_.main] = wide
             yield
         finally:  # After an error too: otherwise fp32 state would stay under a tensor that is gone.
-            left = [pair for slice_ in slices for pair in self._narrow(slice_, names, layout)]
+            left = [pair for slice_ in slices for pair in self._narrow(slice_, layout)]
             if self._offload is not None and left:
                 self._offload.send(*zip(*left, strict=True))
 
-    def _fp32_state(self, slice_: StepSlice, names: set[str] | None) -> State:
+    def _fp32_state(self, slice_: StepSlice) -> State:
         before, wide = slice_.in_step.before, dict[str, Any]()
-        kept = _per_element(before, slice_.in_step.run.main.numel(), names)
+        kept = self._per_element(before, slice_.in_step.run.main.numel())
         if self._offload is None:
             parts = {name: value[slice(*slice_.span)] for name, value in kept.items()}
         else:
@@ -227,17 +227,17 @@ class StateStorage:
             self._offload.arrive(arriving)
         for name, value in before.items():
             if (part := parts.get(name)) is not None:
-                wide[name] = part.float() if self._rounds and _is_narrow(part) else part
+                wide[name] = _widened(part) if self._rounds else part
             elif name != COUNT:
                 # Each slice has its own counter, and all count the same step.
                 wide[name] = value.clone() if isinstance(value, Tensor) else value
         return wide
 
-    def _narrow(self, slice_: StepSlice, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
+    def _narrow(self, slice_: StepSlice, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
         """Stores the state of a slice after its step. Returns pairs (place, value) that are still to be copied."""
         before, after = slice_.in_step.before, slice_.in_step.after
         numel, wide = slice_.in_step.run.main.numel(), self._state.pop(slice_.main, {})
-        kept = _per_element(wide, slice_.main.numel(), names)
+        kept = self._per_element(wide, slice_.main.numel())
         after.update((name, value) for name, value in wide.items() if name not in kept)
         fp32 = (name for name, value in kept.items() if value.dtype == torch.float32)
         rounded = sorted(fp32) if self._rounds else []
@@ -260,9 +260,9 @@ class StateStorage:
     def _rounded(self, slice_: StepSlice, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
         """Rounds fp32 state to bf16: into its place, or into new memory on the device if its place is on the host."""
         before, after = slice_.in_step.before, slice_.in_step.after
-        step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
-        if not _is_number(after.get(_STEP)):
-            after[COUNT] = step
+        step: Any = after.get(_STEP)
+        if not _is_number(step):
+            step = after[COUNT] = before.get(COUNT, 0) + 1
         places, chances, narrow = self._positions(slice_, layout), list[Tensor](), dict[str, Tensor]()
         for number, (name, value) in enumerate(wide.items()):
             # 32 random bits round two numbers.
@@ -322,21 +322,21 @@ class StateStorage:
 
     def as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the state of a shard, or of a run, in fp32. Nothing is converted before it is read."""
-        return _Widened(state) if self._rounds else state
+        return ConvertedOnRead(state, _widened) if self._rounds else state
 
-    def keep_loaded(self, shards: Sequence[ParamShard], names: set[str] | None) -> None:
+    def keep_loaded(self, shards: Iterable[ParamShard]) -> None:
         """Stores state that was set from outside: rounds it to the nearest, or widens it if state is kept in fp32."""
         before, after = (torch.float32, NARROW) if self._rounds else (NARROW, torch.float32)
         for shard in shards:
             kept = self._state.get(shard.main, {}) if shard.is_cut else {}
-            for name, value in _per_element(kept, shard.numel, names).items():
+            for name, value in self._per_element(kept, shard.numel).items():
                 # Where main params are kept as low bits, torch leaves loaded state in its dtype.
                 may_be_narrow = self._rounds or shard.bits is not None
                 dtype = after if may_be_narrow and value.dtype == before else value.dtype
                 # Pinned in the next step, by run: thousands of shards would be pinned one by one here.
                 kept[name] = value.to(dtype) if self._offload is None else devices.on_host(value, dtype)
 
-    def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any], names: set[str] | None) -> Iterable[str]:
+    def names_kept_on_host(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
         """Returns the names of a shard's loaded state that need not be copied to the device.
 
         That is all element-wise state if it is offloaded. It is none for optimizers with a ``load_state_dict`` of their
@@ -344,33 +344,15 @@ class StateStorage:
         """
         if self._offload is None or not shard.is_cut or _looks_at_loaded(self._optimizer):
             return ()
-        return _per_element(values, shard.numel, names)
+        return self._per_element(values, shard.numel)
 
     def copy_of(self, value: Tensor) -> Tensor:
         """Returns a copy of state, in the memory in which state is stored."""
         return value.clone() if self._offload is None else devices.on_host(value, value.dtype, copy=True)
 
-
-class _Widened(Mapping[str, Any]):
-    """The state of a shard, or of a run, as it is saved: widened to fp32 when it is read, one tensor at a time."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._state[name]
-        return value.float() if _is_narrow(value) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
-def _per_element(state: Mapping[str, Any], numel: int, names: set[str] | None) -> dict[str, Tensor]:
-    """Returns the element-wise entries of the state of ``numel`` elements."""
-    return {name: value for name, value in state.items() if is_per_element(name, value, (numel,), names)}
+    def _per_element(self, state: Mapping[str, Any], numel: int) -> dict[str, Tensor]:
+        """Returns the element-wise entries of the state of ``numel`` elements."""
+        return {name: value for name, value in state.items() if is_per_element(name, value, (numel,), self._names)}
 
 
 def _looks_at_loaded(optimizer: torch.optim.Optimizer) -> bool:
@@ -379,9 +361,9 @@ def _looks_at_loaded(optimizer: torch.optim.Optimizer) -> bool:
     return not is_torchs_load or not kind.__setstate__.__module__.startswith("torch.optim.")
 
 
-def _is_narrow(value: Any) -> bool:
-    # Also an optimizer that keeps bf16 itself gets fp32. No counter is 1-D.
-    return isinstance(value, Tensor) and value.dtype == NARROW and value.dim() == 1
+def _widened(value: Any) -> Any:
+    """Returns element-wise state in fp32, also that of an optimizer that keeps bf16 itself. No counter is 1-D."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == NARROW and value.dim() == 1 else value
 
 
 def _is_number(value: Any) -> bool:
