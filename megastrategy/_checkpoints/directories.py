@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -192,12 +192,12 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(incomplete)
     try:
         if isinstance(path, RemoteDirectory):
-            far: dict[str, Any] = read_remote_extra(path, weights_only)
-            return far
-        near: dict[str, Any] = unmapped_copy(load_file(path / EXTRA_FILE, "cpu", weights_only))
-        return near
+            extra = read_remote_extra(path, weights_only)
+        else:
+            extra = unmapped_copy(load_file(path / EXTRA_FILE, "cpu", weights_only))
     except FileNotFoundError as error:
         raise CheckpointError(incomplete) from error
+    return cast(dict[str, Any], extra)
 
 
 def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
@@ -241,10 +241,7 @@ def load_optimizers(
 ) -> None:
     """Loads the states that :func:`load_trainer_directory` has left on the disk.
 
-    Args:
-        optimizers: sharded, or not.
-        states: of the optimizers, in order.
-        weights: become main params where the directory has none.
+    ``weights`` become main params where the directory has none.
     """
     read = [
         optimizer.read_sharded(directory, key)

@@ -1,22 +1,17 @@
-"""Writes checkpoint directories: every rank writes its part, with torch.distributed.checkpoint.
-
-Readers see full tensors in the directory: a different number of ranks, FSDP, or a consolidation tool.
-"""
+"""Writes checkpoint directories: every rank writes its part, with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..core import EXTRA_FILE, CheckpointError, Collectives, Directory, RemoteDirectory
+from .files import write_synced
 from .held_signals import HeldSignals
 from .paths import check_replaceable, reason_of, remove_path, removed_name, replace_path, sync_directory
 
@@ -79,27 +74,21 @@ def _save_on_disk(
             incomplete.mkdir(parents=True)
     try:
         _write(state, _disk_writer(incomplete), path, collectives, held)
+        with _failing_together(path, collectives):
+            held.deliver()
+            if is_rank_zero:
+                write_synced(extra, incomplete / EXTRA_FILE)
+            if makes_directory:
+                replace_path(incomplete, path)
+                # The rename itself, or the old one may be back after a crash.
+                sync_directory(path.parent)
+    # Also after Ctrl-C: users do not expect gigabytes here.
     except BaseException:
         if makes_directory:
             # The first error is reported; the next save of that name removes the rest.
             with contextlib.suppress(OSError):
                 remove_path(incomplete)
         raise
-    with _failing_together(path, collectives):
-        if not makes_directory:
-            held.deliver()
-        else:
-            try:
-                held.deliver()
-                if is_rank_zero:
-                    _write_extra(incomplete / EXTRA_FILE, extra)
-                replace_path(incomplete, path)
-                # The rename itself, or the old one may be back after a crash.
-                sync_directory(path.parent)
-            # Also after Ctrl-C: users do not expect gigabytes here.
-            except BaseException:
-                remove_path(incomplete)
-                raise
 
 
 def _save_remotely(
@@ -213,14 +202,6 @@ def _planner_in_order(held: HeldSignals) -> SavePlanner:
             return super().resolve_data(write_item)
 
     return Planner()
-
-
-def _write_extra(path: Path, extra: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        torch.save(extra, file)
-        file.flush()
-        # Before the rename: after a power cut a name may be on the disk without its data.
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -54,10 +54,7 @@ def save_file(state: Any, path: str | Path) -> None:
     try:
         check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename, or a crash of the machine could leave the name without content
+        write_synced(state, part)
         replace_path(part, target)
     except BaseException as error:
         with contextlib.suppress(OSError):  # most often since its directory does not exist
@@ -73,6 +70,14 @@ def save_file(state: Any, path: str | Path) -> None:
     sync_directory(target.parent)
 
 
+def write_synced(state: Any, path: Path) -> None:
+    """Saves as ``torch.save`` does, and waits for the disk: after a power cut a new name could be without data."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
     """Loads from a local path as ``torch.load`` does, mapped if the format allows it; see [Note: mapped files].
 
@@ -85,9 +90,8 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
         return torch.load(path, map_location, weights_only=weights_only, mmap=is_zip)
     except Exception as error:
         problem = _problem(Path(path), error)
-        if (
-            problem is None
-        ):  # the file is complete; the error is about its contents, like a class that must not be loaded
+        # The file is complete, and the error is about its contents, like a class that must not be loaded.
+        if problem is None:
             error.add_note(f"while loading the checkpoint {path}")
             raise
         raise CheckpointError(f"{path} {problem}") from error

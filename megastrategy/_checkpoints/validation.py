@@ -65,11 +65,7 @@ def check_optimizer_state(
 ) -> None:
     """Raises if the optimizer would refuse the state, before one of several optimizers has loaded its own.
 
-    Args:
-        optimizer: with the model's parameters in its groups.
-        state: full, in torch's format.
-        names: of the parameters.
-        source: the origin of the state, for the error.
+    ``state`` is full, in torch's format. ``names`` of parameters and ``source``, its origin, are for the error.
 
     Raises:
         CheckpointError: if groups or shapes differ, with the group or the parameter.
@@ -85,7 +81,8 @@ def check_optimizer_state(
         raise CheckpointError(f"{what}: it has {len(groups)} parameter group(s), the optimizer {len(own_groups)}")
     # A key is element-wise if any parameter has several numbers under it. A counter (``step``) never has several, and a
     # parameter of one element does not make its moments counters.
-    keys = {key for values in state["state"].values() for key, value in values.items() if _numel(value) > 1}
+    entries = (entry for values in state["state"].values() for entry in values.items())
+    keys = {key for key, value in entries if isinstance(value, Tensor) and value.numel() > 1}
     for position, (saved, own) in enumerate(zip(groups, own_groups, strict=True)):
         params = [(param, names.get(param, "a parameter")) for param in own["params"]]
         if len(saved["params"]) != len(params):
@@ -110,10 +107,6 @@ def describe_foreign(value: Any) -> str:
         keys = list(value)
         return f"a {type(value).__name__} with {keys[:5]}{' and more' if len(keys) > 5 else ''}"
     return f"a {type(value).__name__}"
-
-
-def _numel(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
 
 
 def _fits(saved: Tensor, own: Tensor) -> bool:

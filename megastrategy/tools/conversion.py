@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checkpoints.files import save_file
+from .._checkpoints.files import save_file, write_synced
 from .._checkpoints.not_tensors import not_tensors
 from .._checkpoints.paths import replace_path, sync_directory
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
@@ -134,10 +134,7 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path) -> None:
         while not isinstance(cause, OSError) and (reason := cause.__cause__ or cause.__context__):
             cause = reason  # torch.save reports a failed write in its own words
         raise cause from error
-    with (staged / EXTRA_FILE).open("wb") as file:
-        torch.save(extra, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(extra, staged / EXTRA_FILE)
 
 
 class _Scratch:

@@ -70,6 +70,7 @@ LIVES_IN = {
     "torch.optim.adam": "_step_supports_amp_scaling",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.checkpoint._fsspec_filesystem": "FileSystem FsspecReader FsspecWriter",
+    "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
     "torch.serialization": "_get_layout",
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable",

@@ -38,7 +38,10 @@ def open_directory(path: str | Path | RemoteDirectory | OpenDirectory) -> OpenDi
 
 
 class OpenDirectory:
-    """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once."""
+    """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once.
+
+    No member is collective. All raise CheckpointError if the directory is not complete, or cannot be read.
+    """
 
     def __init__(self, path: Directory, reader: StorageReader | None = None) -> None:
         """``reader``: of the directory; by default torch's own, which makes objects of any class."""
@@ -49,11 +52,7 @@ class OpenDirectory:
 
     @functools.cached_property
     def metadata(self) -> Metadata:
-        """The description of the contents by torch.distributed.checkpoint; all files and tensors in it are complete.
-
-        Raises:
-            CheckpointError: if it is no complete checkpoint.
-        """
+        """The description of the contents by torch.distributed.checkpoint; all files and tensors in it are complete."""
         try:
             metadata = self._reader().read_metadata()
             missing = describe_missing_file(metadata.storage_data.values(), self._sizes())
@@ -70,11 +69,7 @@ class OpenDirectory:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the outermost dictionary.
-
-        Raises:
-            CheckpointError: if it is no complete checkpoint.
-        """
+        """The keys of the outermost dictionary."""
         return {str(place[0]) for place in self._places.values()}
 
     @property
@@ -87,22 +82,22 @@ class OpenDirectory:
         key: str | None,
         make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
     ) -> dict[str, Any]:
-        """Reads the values under ``key`` of the outermost dictionary, nested as they were saved. Not collective.
+        """Reads the values under ``key`` of the outermost dictionary, or all of it, nested as they were saved.
 
-        Args:
-            key: of the outermost dictionary; None for all of it.
-            make: returns the tensor to read into, given its place (keys, outermost first) and its metadata. A
-                :class:`FlatShard` reads only its part, a tensor on meta is returned unread, None omits the value. By
-                default a full tensor in host memory.
-
-        Raises:
-            CheckpointError: if the directory is not complete, or cannot be read.
+        ``make`` returns the tensor to read into, given its place (keys, outermost first) and its metadata. A
+        :class:`FlatShard` reads only its part, a tensor on meta is returned unread, None omits the value. By default it
+        is a full tensor in host memory.
         """
         from torch.distributed.checkpoint import api, state_dict_loader
+        from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         metadata = self.metadata
-        places = {name: place for name, place in self._places.items() if key is None or str(place[0]) == key}
+        places = {
+            name: place
+            for name, place in self._places.items()
+            if key is None or (str(place[0]) == key and len(place) > 1)
+        }
         targets: dict[str, Any] = {}
         for name, place in places.items():
             saved = metadata.state_dict_metadata[name]
@@ -123,20 +118,15 @@ class OpenDirectory:
             except (Exception, api.CheckpointException) as error:  # CheckpointException is no Exception
                 where = "" if key is None else f", {key!r} in it"
                 raise CheckpointError(f"{self} cannot be read{where}: {error!r}") from error
-        nested: dict[str, Any] = {}
-        for name, target in targets.items():
-            _set(nested, places[name][0 if key is None else 1 :], read.get(name, target))
-        return nested
+        nested: dict[str, Any] = unflatten_state_dict(targets | read, places)
+        return nested if key is None else nested.get(key, {})
 
     def read_weights(self, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
         """Reads the state of a module under ``key``: full tensors, and tensor-parallel parameters as DTensors.
 
-        A rank reads only its part of a DTensor. Not collective.
+        A rank reads only its part of a DTensor.
 
         ``elsewhere``: the names of parameters and buffers that other ranks have, and this one does not read.
-
-        Raises:
-            CheckpointError: if the directory is not complete, or cannot be read.
         """
         params = dtensors_of(module, each_name=True)
 
@@ -168,19 +158,3 @@ class OpenDirectory:
         if isinstance(path, RemoteDirectory):
             return path.file_sizes()
         return lambda name: (path / name).stat().st_size if (path / name).is_file() else None
-
-
-def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
-    """Sets a value in nested dictionaries and lists, which it creates where they are missing."""
-    here: Any = nested
-    for step, following in zip(place, (*place[1:], None), strict=True):
-        # The next key determines the container here: a number needs a list, a name a dictionary.
-        fresh = value if following is None else [] if isinstance(following, int) else {}
-        if isinstance(here, list):
-            # Places come in any order, so a list is as long as the highest number so far.
-            here.extend([None] * (step + 1 - len(here)))
-            if following is None or here[step] is None:
-                here[step] = fresh
-        elif following is None or step not in here:
-            here[step] = fresh
-        here = here[step]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import CheckpointError
-from ..layout import ParamSpec
+from ..layout import ParamSpec, contiguous_stride
 from ..module import CutParam
 from ..optimizer import ShardSet
 from ..shards import REMAINDER, FlatShard, ParamShard, as_saved, groups_as_saved, per_element_keys, saved_name
@@ -239,15 +239,12 @@ class _Targets:
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    return (
-        torch.empty(shape, dtype=dtype, device="cpu")
-        if stride is None
-        else torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    )
+    stride = contiguous_stride(shape) if stride is None else stride
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
 def _check_same_groups(
-    path: Directory, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str] = ()
+    path: Directory, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str]
 ) -> None:
     """Raises CheckpointError if saved groups have other parameters, not counting those ``elsewhere``."""
     if len(saved) != len(own):

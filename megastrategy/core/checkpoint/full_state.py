@@ -34,14 +34,12 @@ def load_full_state(shard_set: ShardSet, state_dict: Mapping[str, Any]) -> None:
     if any(shard.is_cut for shard in shards.values()):
         of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
         per_element = per_element_keys(of_params, shard_set.states.element_names)
-    params_by_id, numbers = (
-        shard_set.sharded_by_id,
-        {
-            id(param): number
-            for saved, own in zip(groups, optimizer.param_groups, strict=True)
-            for number, param in zip(saved["params"], own["params"], strict=True)
-        },
-    )
+    params_by_id = shard_set.sharded_by_id
+    numbers = {
+        id(param): number
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+        for number, param in zip(saved["params"], own["params"], strict=True)
+    }
 
     def values_of(param: Parameter) -> dict[str, Any]:
         values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
@@ -61,10 +59,8 @@ def load_state(
 ) -> None:
     """Loads the state of this rank's stepped tensors with the optimizer's own ``load_state_dict``.
 
-    Args:
-        groups: the saved hyper-parameters, group by group.
-        values_of: returns the state of a parameter, cut to this rank's shard; called only for those that have one here.
-        others: state of no parameter.
+    ``values_of`` returns the state of a parameter, cut to this rank's shard; it is called only for those that have one
+    here. ``others`` is state of no parameter.
     """
     optimizer, shards = shard_set.inner, shard_set.shards
     params_by_id = shard_set.sharded_by_id if shard_set.has_shards else {}

@@ -26,10 +26,8 @@ _CALL = "{} of the optimizer of a model that ranks share"
 def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns the state of the whole model on the first rank of all. Collective over all ranks.
 
-    On other ranks the state has only the parameters that each rank steps by itself.
-
-    Args:
-        gather: returns the state of this rank's parts on the first of its data-parallel ranks, and None elsewhere.
+    On other ranks the state has only the parameters that each rank steps by itself. ``gather`` returns the state of
+    this rank's parts on the first of its data-parallel ranks, and None elsewhere.
 
     Raises:
         NotOnAllRanksError: if only some ranks call this.
