@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -39,12 +40,11 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), text
+@functools.cache
+def docstrings(source: str) -> list[tuple[int, str]]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [(getattr(node, "lineno", 1), text) for node in nodes if (text := ast.get_docstring(node))]
 
 
 def first_sentence(text: str) -> str:
@@ -52,6 +52,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:;])\s", paragraph, maxsplit=1)[0]
 
 
+@functools.cache
 def comments(source: str) -> list[tokenize.TokenInfo]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token for token in tokens if token.type == tokenize.COMMENT]
