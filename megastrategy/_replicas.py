@@ -279,8 +279,10 @@ class TorchftLink(core.ReplicaLink):
         state, self._received = self._received, None
         return state
 
-    def ask_ahead(self) -> None:
-        self._manager._client.ask_ahead(timeout=timedelta(seconds=self._patience_s))
+    def confirm(self) -> bool:
+        self._step_before = self._manager.current_step()
+        self.max_(torch.zeros(1, dtype=torch.uint8))
+        return not self.failure
 
     def _unreachable(self, error: Exception) -> core.CollectiveError:
         address = urllib.parse.urlsplit(self._lighthouse)
@@ -330,9 +332,12 @@ class TorchftLink(core.ReplicaLink):
 
     def vote(self) -> bool:
         try:
-            return bool(self._manager.should_commit(timeout=timedelta(seconds=self._patience_s)))
+            voted = bool(self._manager.should_commit(timeout=timedelta(seconds=self._patience_s)))
         except (RuntimeError, TimeoutError) as error:
             raise self._unreachable(error) from error
+        if not voted:
+            self._drop_group()  # members that voted yes would wait for this one in their next meeting
+        return voted
 
     def leave(self) -> None:
         if self._transport is None:
@@ -356,27 +361,9 @@ class _Client:
     def __init__(self, manager: Any, group: Any) -> None:
         self._manager, self._group, self._client = manager, group, manager._client
         self._members: list[str] = []
-        self._ahead: Future[Any] | None = None  # the answer to the Manager's next question
-
-    def ask_ahead(self, timeout: timedelta) -> None:
-        """Asks now what the Manager will ask in its next meeting."""
-        manager = self._manager
-        self._ahead = _InCallersThread().submit(
-            self._client._quorum,
-            group_rank=manager._group_rank,
-            step=manager.current_step(),
-            checkpoint_metadata=manager._checkpoint_transport.metadata(),
-            shrink_only=False,
-            timeout=timeout,
-            init_sync=manager._init_sync,
-            commit_failures=manager._commit_failures,
-        )
 
     def _quorum(self, **arguments: Any) -> Any:
-        ahead, self._ahead = self._ahead, None
-        quorum = None if ahead is None else ahead.result()
-        if quorum is None or (arguments["shrink_only"] and not set(quorum.replica_ids) <= set(self._members)):
-            quorum = self._client._quorum(**arguments)
+        quorum = self._client._quorum(**arguments)
         if quorum.heal or quorum.replica_ids != self._members:
             self._manager._quorum_id = -1
         self._members, self._group.step = quorum.replica_ids, quorum.max_step

@@ -82,14 +82,18 @@ def test_a_lighthouse_that_comes_back_costs_no_bits(server: Lighthouse, point: s
     case = Case(ranks=2, num_epochs=2, num_batches=10)
 
     def job(slot: int, rank: int, _: str, collectives: Collectives) -> Any:
-        num_points = 0
+        num_points, fails_next = 0, False
 
         def hook(reached: str) -> None:
-            nonlocal num_points
+            nonlocal num_points, fails_next
             num_points += reached == point
             if (slot, rank, reached, num_points) == (0, 0, point, 5):
                 server.kill()
                 server.start()
+                fails_next = True
+            if fails_next and reached == "before meeting":
+                fails_next = False
+                run.replicas.link.fail()  # type: ignore[attr-defined] # otherwise no replica would ask the lighthouse
 
         def wait_for_the_other(run: Run) -> None:
             # Otherwise it may have trained to the end by then: no other training has steps as short as these.
@@ -136,17 +140,38 @@ def test_a_group_is_not_taken_for_that_of_the_same_number_before() -> None:
     server.kill()
 
 
+def test_all_replicas_together_train_without_a_lighthouse(server: Lighthouse) -> None:
+    case = Case(ranks=2, num_epochs=2)
+
+    def job(slot: int, rank: int, _: str, collectives: Collectives) -> Any:
+        run = prepare(case, slot, rank, server.address, collectives)
+
+        def kill_the_lighthouse(run: Run) -> None:
+            if (slot, rank, len(run.steps)) == (0, 0, 2):
+                server.kill()
+
+        run.train(kill_the_lighthouse)
+        return run.outcome()
+
+    found = results(run_replicas(case, job))
+    steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
+    assert steps == {(epoch, batch): (0, 1) for epoch in range(2) for batch in range(case.num_batches)}
+    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
+        assert torch.equal(weight, expected)
+
+
 def test_a_lighthouse_that_is_gone_is_named_by_each_rank(server: Lighthouse) -> None:
     case = Case(of=1, ranks=2)
 
     def job(_: int, rank: int, __: str, collectives: Collectives) -> None:
-        num_questions = 0
+        num_meetings = 0
 
         def hook(point: str) -> None:
-            nonlocal num_questions
-            num_questions += point == "question"
-            if (rank, point, num_questions) == (0, "question", 3):
+            nonlocal num_meetings
+            num_meetings += point == "before meeting"
+            if (rank, point, num_meetings) == (0, "before meeting", 3):
                 server.kill()
+                run.replicas.link.fail()  # type: ignore[attr-defined]
 
         run = prepare(case, 0, rank, server.address, collectives, hook, patience_s=5.0)
         with pytest.raises(CollectiveError, match=rf"lighthouse at {server.address}. It does not answer"):

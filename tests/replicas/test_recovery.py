@@ -272,13 +272,16 @@ def test_two_groups_that_made_equally_many_steps_are_found() -> None:
             def hook(point: str) -> None:
                 nonlocal num_votes
                 num_votes += point == "after vote"
-                if point == "after vote" and num_votes in (2, 6):
-                    # As after a failed vote: groups get new numbers, which lighthouses have in common otherwise.
-                    run.replicas.link._manager._commit_failures += 1  # type: ignore[attr-defined]
-                if (point, num_votes) in {("question", 3), ("before meeting again", 7)}:
+                link: Any = run.replicas.link
+                if (point, num_votes) == ("before meeting", 3) and len(run.replicas.members) == 2:
                     forwarder.switch(own[slot])
+                    link.fail()
                 if (point, num_votes) == ("before meeting", 6):
+                    # As after a failed vote: groups get new numbers, which lighthouses have in common otherwise.
+                    link._manager._commit_failures += 1
                     forwarder.switch(both)
+                if (point, num_votes) == ("before meeting again", 7):
+                    forwarder.switch(own[slot])
 
             run = prepare(case, slot, rank, forwarder.address, collectives, hook)
             try:

@@ -104,6 +104,14 @@ class HookedLink(TorchftLink):
         self.hook("taking")
         super()._receive(state)
 
+    def confirm(self) -> bool:
+        self.hook("before meeting")
+        are_here = super().confirm()
+        self.num_sums = 0
+        if are_here:
+            self.hook("after meeting")
+        return are_here
+
     def meet(self, *, joins: bool) -> Any:
         self.hook("before meeting" if joins else "before meeting again")
         found = super().meet(joins=joins)
@@ -124,7 +132,7 @@ class HookedLink(TorchftLink):
         return voted
 
     def fail(self) -> None:
-        """Lets the vote say no, as a connection does that was lost after the last sum."""
+        """Lets the next vote or meeting fail, as a connection does that is lost."""
         self._manager.report_error(RuntimeError("injected"))
 
 

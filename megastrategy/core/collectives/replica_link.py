@@ -53,13 +53,12 @@ class ReplicaLink(ABC):
         """
 
     @abstractmethod
-    def ask_ahead(self) -> None:
-        """Asks for the members of the next meeting, if replicas may join in it, and waits for the answer, which
-        :meth:`meet` then takes. Collective over the replica's ranks."""
+    def confirm(self) -> bool:
+        """Returns whether the members of the last meeting have all come here again, instead of another meeting."""
 
     @abstractmethod
     def undo_meeting(self) -> None:
-        """Goes back to the step before the last meeting, and leaves its group, whose members then fail at once."""
+        """Goes back to the step at the last meeting or confirmation, and leaves the group: its members then fail."""
 
     @abstractmethod
     def mean_(self, tensor: Tensor) -> None:

@@ -13,12 +13,11 @@ A batch may have several windows, one for each of several optimizers. A later on
 step of the one before: the replicas meet, and none joins. What a replica that did not step loses is then what an
 optimizer has changed, which it takes over, and never a gradient that is still to be stepped with.
 
-[Note: why the members are asked for ahead]
-A question to the lighthouse takes one or two milliseconds. The worker asks it right after the vote, while the optimizer
-steps and the loop fetches the next batch, and the meeting uses the answer. If a member ends after the answer, its sums
-fail, as if it had ended in the window. While a replica is missing, the question is asked in the meeting: the answer
-makes a replica that comes back a member, which then waits for the state that it gets in the meeting. Before the meeting
-there may be a validation that is longer than its time-outs.
+[Note: a meeting of all replicas]
+If all replicas are members, none can join, and it is enough that the members hear of each other. They send a byte
+(:meth:`.ReplicaLink.confirm`), which takes a third of the time of a question to the lighthouse and needs no lighthouse.
+If one has ended, that fails, and the replicas meet. A replica that comes here has completed what it did before, such as
+a checkpoint that it writes for all.
 
 [Note: when the loop's state is taken]
 The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
@@ -277,8 +276,7 @@ class Replicas:
             if self._phase == "not joined":
                 self.link.join(model.ranks, self._state)
             if self._phase != "open":
-                self._meet(joins=True)
-                self._phase = "open"
+                self._begin_window(joins=True)
             self._begin()
 
     def _begin(self) -> None:
@@ -309,13 +307,12 @@ class Replicas:
         with self.leaving_after_an_error():
             if self._phase == "between":
                 before = self.num_taken
-                self._meet(joins=False)
+                self._begin_window(joins=False)
                 if self.num_taken > before:
                     raise ReplicaMismatchError(
                         f"replica {self.slot} was stopped for too long in the middle of a batch, and the others went "
                         "on without it. Start it again"
                     )
-                self._phase = "open"
             self._begin()
         return True
 
@@ -354,8 +351,6 @@ class Replicas:
             return False
         self._history = _chained(self._history, repr((self.link.step, self.members)))
         self._phase = "between"
-        if len(self.members) == self.of:  # otherwise one may join, and would wait for the meeting
-            self.worker.submit(self.link.ask_ahead)
         return True
 
     def meet_again(self) -> bool:
@@ -397,6 +392,21 @@ class Replicas:
             raise
 
     # --- meetings ----------------------------------------------------------------------------------------------------
+
+    def _begin_window(self, *, joins: bool) -> None:
+        if not self._are_all_there():
+            self._meet(joins=joins)
+        self._phase = "open"
+
+    def _are_all_there(self) -> bool:
+        """Returns whether all replicas are members and have come here; see [Note: a meeting of all replicas]."""
+        if len(self.members) < self.of:
+            return False
+        is_missing = not self.watched(self.link.confirm)
+        if self._attached.ranks.max_of_bytes([is_missing]) == [0]:
+            return True
+        self.link.undo_meeting()
+        return False
 
     def _meet(self, *, joins: bool) -> None:
         """Meets, until enough replicas are there and all are connected."""
