@@ -163,7 +163,7 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
                 if shard.keeps_remainder:
                     shard.main.sub_(weights)
         except BaseException:
-            drop_remainders(shard for shard, _ in mains)
+            drop_remainders((shard.main, shard.keeps_remainder) for shard, _ in mains)
             raise
         if not moves:
             return result

@@ -400,7 +400,7 @@ class ShardedOptimizer:
                 begun.pop()
         finally:
             # A failed step is lost where the weights did not get it: the next step begins with the weights.
-            drop_remainders(run for run, _ in begun)
+            drop_remainders((run.main, run.keeps_remainder) for run, _ in begun)
 
     def _change_of(self, run: Steppable) -> Tensor | None:
         """Returns the place from which the change of a run's weights is sent; None if the weights are sent."""

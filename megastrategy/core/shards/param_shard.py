@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from ..wire import publish_change_
 
 if TYPE_CHECKING:  # imported only where the option is used
     from .low_bits import LowBits
-
-
-class HasMain(Protocol):
-    """Something with a ``main`` that may keep remainders."""
-
-    @property
-    def main(self) -> Tensor: ...
-
-    @property
-    def keeps_remainder(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +129,14 @@ def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits
         publish_change_(_flat(main), _flat(weights), change)
 
 
-def drop_remainders(stepped: Iterable[HasMain]) -> None:
-    """Zeroes remainders after a failed step: ``main`` may be anything between a remainder and a stepped value."""
-    for each in stepped:
-        if each.keeps_remainder:
-            each.main.zero_()
+def drop_remainders(mains: Iterable[tuple[Tensor, bool]]) -> None:
+    """Zeroes remainders after a failed step: a main param may be anything between a remainder and a stepped value.
+
+    ``mains``: each with its ``keeps_remainder``.
+    """
+    for main, keeps_remainder in mains:
+        if keeps_remainder:
+            main.zero_()
 
 
 def _flat(dense: Tensor) -> Tensor:

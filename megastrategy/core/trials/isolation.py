@@ -141,16 +141,13 @@ class Isolation:
 
     def counts_calls(self, steps: Callable[[], Any]) -> bool:
         """Whether ``steps`` change outside state, print, or draw random numbers: as often as they are called."""
-        before = self._context_and_prints()
-        places = [*self._generators, *self._places]
-        for place in places:
-            place.note()
+        before = self._outside_state()
         steps()
-        after = self._context_and_prints()
-        return not equal(before, after) or any(place.has_changed() for place in places)
+        return not equal(before, self._outside_state())
 
-    def _context_and_prints(self) -> tuple[dict[Any, Any], int]:
-        return dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
+    def _outside_state(self) -> list[Any]:
+        context, num_prints = dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
+        return [context, num_prints, *(place.get() for place in (*self._generators, *self._places))]
 
     def check(self) -> None:
         """Raises NotForShardsError if the steps that were tried may not be steps of shards."""

@@ -28,21 +28,15 @@ class Place:
     """A value that a step may change in place. ``get`` returns a copy; ``put`` sets it, and is None if nothing can."""
 
     def __init__(self, where: str, get: Callable[[], Any], put: Callable[[Any], None] | None) -> None:
-        self.where, self._get, self._put = where, get, put
-        self._first = self._noted = get()
-
-    def note(self) -> None:
-        self._noted = self._get()
-
-    def has_changed(self) -> bool:
-        return not equal(self._noted, self._get())
+        self.where, self.get, self._put = where, get, put
+        self._first = get()
 
     def restore(self) -> None:
-        if self._put is not None and not equal(self._first, self._get()):
+        if self._put is not None and not equal(self._first, self.get()):
             self._put(self._first)
 
     def is_lost(self) -> bool:
-        return self._put is None and not equal(self._first, self._get())
+        return self._put is None and not equal(self._first, self.get())
 
 
 def of_dict(where: str, values: dict[Any, Any]) -> Place:
