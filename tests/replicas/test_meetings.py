@@ -1,4 +1,4 @@
-"""Meetings of all replicas, which need no lighthouse, and of those that are left."""
+"""Meetings of all replicas, which need no lighthouse, and meetings without one that is missing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megastrategy.core import Collectives, Replicas
 from tests.support.replica_processes import Place, run_with_kills
-from tests.support.replicas import PATIENCE_S, Case, Hook, HookedLink, prepare, results, run_replicas
+from tests.support.replicas import (
+    PATIENCE_S,
+    Case,
+    Hook,
+    HookedLink,
+    members_by_step,
+    prepare,
+    replay,
+    results,
+    run_replicas,
+)
 
 from .test_several_optimizers import Loop
 
@@ -39,6 +50,26 @@ def test_only_the_first_meeting_asks_the_lighthouse(ranks: int, has_two_windows:
     num_windows = case.num_epochs * case.num_batches * (1 + has_two_windows)
     for points in logged(case, has_two_windows=has_two_windows):
         assert points == ["after vote", "before meeting", "after meeting"] * num_windows
+
+
+def test_all_ranks_of_a_replica_meet_again_if_one_misses_a_member() -> None:
+    case = Case(ranks=2)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        def hook(point: str) -> None:
+            if (slot, rank, point, len(run.steps)) == (0, 0, "before meeting", 3) and not link.failure:
+                link.fail()
+
+        run = prepare(case, slot, rank, address, collectives, hook, patience_s=10.0)
+        link: Any = run.replicas.link
+        run.train()
+        return run.outcome()
+
+    found = results(run_replicas(case, job))
+    steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
+    assert steps == {(epoch, batch): (0, 1) for epoch in range(2) for batch in range(case.num_batches)}
+    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
+        assert torch.equal(weight, expected)
 
 
 def leave_in_the_midst(place: Place, hook: Hook) -> Any:
