@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from .._bottlenecks import RankTimes, Verdict, verdict_of
 from .._faults.recovery import POLL_S, store_of
-from .._verdicts import RankTimes, Verdict, verdict_of
 from ..core import DistributedDataParallel, Event, EventKind
 from .trainer_strategy import TrainerStrategy
 

@@ -42,7 +42,7 @@ from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, count_barrier
 from .._prepared_models import PreparedModels
-from .._whole_optimizers import WholeOptimizers
+from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     CheckpointError,
     Directory,
@@ -156,11 +156,11 @@ class FabricStrategy(_Base):
         )
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
         self._models = PreparedModels[DistributedDataParallel]()
-        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
+        self._unsharded_optimizers = UnshardedOptimizers(rank_zero_warn)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the optimizers out: launchers that spawn copy the strategy, and so does a copy of a set-up model."""
-        return self.__dict__ | {"_whole_optimizers": WholeOptimizers(rank_zero_warn)}
+        return self.__dict__ | {"_unsharded_optimizers": UnshardedOptimizers(rank_zero_warn)}
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class FabricStrategy(_Base):
             "call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
             "fabric.setup_optimizers(optimizer)"
         )
-        self._whole_optimizers.refuse_earlier(wrapped, "set up", right_order)
+        self._unsharded_optimizers.refuse_earlier(wrapped, "set up", right_order)
         return self._models.add(module, wrapped)
 
     def _parallelised(self, module: Module, parallelize_fn: Callable[[Any, DeviceMesh], Module]) -> Module:
@@ -260,7 +260,7 @@ class FabricStrategy(_Base):
                 "and call fabric.setup_optimizers(optimizer)"
             )
         if not owners:
-            return self._whole_optimizers.add(optimizer)
+            return self._unsharded_optimizers.add(optimizer)
         return self._models.shard(optimizer, owners[0], rank_zero_info) if len(owners) == 1 else optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -35,7 +35,7 @@ from .._checkpoints.validation import check_module_state
 from .._faults.interfaces import add_way_out
 from .._faults.process_collectives import begin_setup, count_exception, exception_name, known_findings
 from .._faults.recovery import PATIENCE, join_setup, report_failure
-from .._whole_optimizers import WholeOptimizers
+from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     Directory,
     DistributedDataParallel,
@@ -161,7 +161,7 @@ class TrainerStrategy(_Base):
             start_method=start_method,
         )
         self._engine: Engine | None = None  # of the last fit; closed after it
-        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
+        self._unsharded_optimizers = UnshardedOptimizers(rank_zero_warn)
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
         self._checked = CheckedCollectives(self, self._mesh)
         self._signals: SignalAgreement | None = None
@@ -284,7 +284,7 @@ class TrainerStrategy(_Base):
         model = self.model
         if isinstance(model, DistributedDataParallel) and not model.is_closed:
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
-            optimizers = self._whole_optimizers.add_or_shard_all(raw, model, self._mock_optimizer)
+            optimizers = self._unsharded_optimizers.add_or_shard_all(raw, model, self._mock_optimizer)
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:

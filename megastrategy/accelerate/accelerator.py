@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from .._checkpoints.directories import written_by
 from .._faults.process_collectives import checkpoint_collectives
-from .._whole_optimizers import WholeOptimizers
+from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     Collectives,
     DistributedDataParallel,
@@ -122,7 +122,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
         self._replicas = AcceleratorReplicas(self)
         self.expert_mesh = expert_mesh_of(self, self.megatron_ddp_plugin.expert_parallel_size)
-        self._whole_optimizers = WholeOptimizers(self._warn)
+        self._unsharded_optimizers = UnshardedOptimizers(self._warn)
         log = _log.info if self.is_main_process else (lambda line: None)
         ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
         instances = optimizer_instances(self.parallelism_config)
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = wrap(placed, self)
         self._replicas.add_accelerator()
         right_order = "call accelerator.prepare(model, optimizer), or prepare the model before the optimizer"
-        self._whole_optimizers.refuse_earlier(prepared, "prepared", right_order)
+        self._unsharded_optimizers.refuse_earlier(prepared, "prepared", right_order)
         return self._finish_model(PREPARED.add(model, prepared))
 
     def _finish_model(self, model: PreparedModel) -> Any:
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._adapt_scaler()
         models = PREPARED.owners(optimizer, "prepare")
         if not models:
-            optimizer = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
+            optimizer = self._unsharded_optimizers.add(optimizer) if self.use_distributed else optimizer
             return super().prepare_optimizer(optimizer, device_placement)
         if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)

@@ -21,7 +21,7 @@ from .engine import Engine, GiveBack, full_grad, grad_norms
 from .errors import LossTokensError, raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
-from .module import GraphSplits, check_not_a_stage, check_not_inside_torch_ddp, check_replicas, common_device
+from .module import GraphSplits, check_equal_weights, check_not_a_stage, check_not_inside_torch_ddp, common_device
 from .sync import Replicas, read_count, weigh
 from .torch_ddp_surface import config_with, ddp_attribute, logging_data, refuse_comm_hook
 
@@ -362,7 +362,7 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_gather()
         self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
         engine = self.engine
-        check_replicas(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
+        check_equal_weights(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
 
     def _check_replicas_if_due(self) -> None:
         if self._num_synced_forwards and self._num_synced_forwards % self.ddp_config.check_replicas_every_n_steps == 0:

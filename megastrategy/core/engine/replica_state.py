@@ -42,7 +42,7 @@ class Engine(MovableEngine, Protocol):
     def include_trainable(self) -> None: ...
 
 
-class OptimizerState(Protocol):
+class StatefulOptimizer(Protocol):
     """The state of one optimizer of the model."""
 
     def state(self) -> Any:
@@ -85,10 +85,10 @@ class ReplicaState:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)  # its reducer refers to this object
-        self.optimizers: list[OptimizerState] = []
+        self.optimizers: list[StatefulOptimizer] = []
         self._digest: tuple[Any, bytes] | None = None
 
-    def add_optimizer(self, optimizer: OptimizerState) -> None:
+    def add_optimizer(self, optimizer: StatefulOptimizer) -> None:
         """Adds an optimizer to the state."""
         self.optimizers.append(optimizer)
 

@@ -1,5 +1,6 @@
 """The user's module: its parameters, their hooks, and the ranks that share it."""
 
+from .equal_weights import check_equal_weights
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks, is_wrapped
 from .graph_splits import GraphSplits
@@ -26,7 +27,6 @@ from .module_checks import (
 from .module_params import broadcast_params, ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
 from .nested_wrappers import check_not_a_stage, check_not_inside_torch_ddp
-from .replicas import check_replicas
 from .staged_module import StagedModule, find_groups, names_elsewhere
 from .wrapped_again import close_other_engines
 
@@ -46,12 +46,12 @@ __all__ = [
     "broadcast_params",
     "captured_modules",
     "check_are_equal",
+    "check_equal_weights",
     "check_memory_is_own",
     "check_module",
     "check_no_experts",
     "check_not_a_stage",
     "check_not_inside_torch_ddp",
-    "check_replicas",
     "close_other_engines",
     "collect_garbage",
     "common_device",

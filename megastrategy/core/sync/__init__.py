@@ -1,4 +1,8 @@
-"""When gradients are reduced and weights gathered."""
+"""When gradients are reduced and weights gathered.
+
+``reducer`` decides when a bucket is launched, ``launched_buckets`` launches it and waits. ``replicas`` and ``across``
+are for jobs that train one model together.
+"""
 
 from .across import AcrossReplicas
 from .backward import BackwardWatch, DeferredBatch

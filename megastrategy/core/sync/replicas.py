@@ -421,7 +421,7 @@ class Replicas:
             # Other ranks of this replica may have failed to connect, or to get their state: then all meet again.
             failed, is_late = map(bool, ranks.max_of_bytes([self.link.failure != "", time.monotonic() > deadline]))
             if not failed:
-                self._take(state)
+                self._take_over(state)
                 has_come = len(self.members) >= wanted
                 starts = has_started or has_come or (is_late and len(self.members) >= self.minimum)
                 notice = (self.notice if self.is_leader else b"").ljust(NOTICE, b"\0")
@@ -462,7 +462,7 @@ class Replicas:
             "stops": self.should_stop,
         }
 
-    def _take(self, state: dict[str, Any] | None) -> None:
+    def _take_over(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
         self._taken, self.num_taken = state, self.num_taken + 1

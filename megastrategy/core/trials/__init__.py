@@ -1,4 +1,8 @@
-"""Which optimizers may be sharded: their steps are tried on small tensors."""
+"""Which optimizers may be sharded: their steps are tried on small tensors.
+
+``probe`` decides for each group: one that is element-wise (``elementwise``) is stepped as flat shards, one that steps
+each parameter by itself (``per_parameter``) as whole parameters by their owners; any other one is refused.
+"""
 
 from .elementwise import Findings, check_fp32_state, check_main_param_steps
 from .isolation import CommunicationError, no_communication

@@ -1,4 +1,4 @@
-"""Which collectives are launched, how often and in which order: counted."""
+"""Which collectives the reducer launches, how often and in which order: counted."""
 
 from __future__ import annotations
 

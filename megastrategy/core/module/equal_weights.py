@@ -17,7 +17,7 @@ from .local_parts import LocalParts
 from .model_parallel import ModelParallel
 
 
-def check_replicas(
+def check_equal_weights(
     named: Mapping[str, Parameter], parts: LocalParts, model: ModelParallel, collectives: Collectives
 ) -> None:
     """Compares these weights bit by bit. Collective over all ranks of the model.

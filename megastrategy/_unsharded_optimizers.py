@@ -2,7 +2,7 @@
 
 torch DDP allows this: the model may come later, and a parameter that no model has is stepped by each rank with its own
 gradient. Here the first would train nothing where gradients are reduce-scattered, so the doors call
-:meth:`WholeOptimizers.refuse_earlier` when a model comes. The second is warned of, once.
+:meth:`UnshardedOptimizers.refuse_earlier` when a model comes. The second is warned of, once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .core import DistributedDataParallel, DistributedOptimizer, describe_unreduced
 
 
-class WholeOptimizers:
+class UnshardedOptimizers:
     """Knows the unsharded optimizers of one door, by weak references. ``warn`` shows a warning on one rank."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
