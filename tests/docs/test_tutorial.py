@@ -62,6 +62,7 @@ def test_training_and_resuming_print_what_the_page_shows(tmp_path: Path) -> None
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_the_plan_is_the_one_on_the_page(tmp_path: Path) -> None:
     write_script(tmp_path)
     [plan] = (command for command in commands() if command[:2] == ["megastrategy", "plan"])

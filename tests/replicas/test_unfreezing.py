@@ -106,7 +106,7 @@ def finetuning(folder: Path) -> list[pl.Callback]:
     return [Finetuning()]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("train", [loop_of, Fit(Finetuned, finetuning)], ids=("loop", "fit"))
 @pytest.mark.parametrize("step", [8, 11, 13], ids=("before", "at the border", "after"))
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -102,7 +102,7 @@ def by_size(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Outcome]
     }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("size", "name"), PAIRS)
 def test_any_number_of_ranks_trains_as_one_process(
     by_size: dict[int, list[dict[str, Outcome]]], size: int, name: str

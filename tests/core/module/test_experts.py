@@ -83,13 +83,13 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
     return run_processes(RANKS, train_each, {name: case for name, case in (CASES | ROUNDED).items() if name in names})
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CASES)
 def test_they_train_as_in_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
     assert_equal([by_case[name] for by_case in ranks], train_alone(CASES[name], RANKS), 1e-6)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_ones_train_nearly_as_in_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
     case = ROUNDED[name]

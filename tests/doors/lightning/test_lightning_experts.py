@@ -144,7 +144,9 @@ def alone(one_rank: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, first + one_rank.run(fit, None, 1, folder / "2", 2, folder / "1", False)
 
 
-@pytest.mark.parametrize("name", ["ep2", "ep4", pytest.param("all-reduce", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["ep2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ep4", "all-reduce"))]
+)
 def test_divided_experts_train_save_and_resume_as_one_process_does(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], name: str
 ) -> None:
