@@ -138,7 +138,7 @@ def test_loops_schedules_and_callbacks_of_one_that_comes_back_are_the_others(tmp
     case = Case("momentum", num_epochs=20, num_batches=8)
     options = {"accumulate_grad_batches": 2, "val_check_interval": 0.5, "gradient_clip_val": 0.5}
     fit = Fit(Scheduled, callbacks=stopping, options=options)
-    found = run_with_kills(case, [Kill(1, 0, "after backward", step=3)], tmp_path, train=fit)
+    found = run_with_kills(case, [Kill(1, 0, "after backward", step=2)], tmp_path, train=fit)
     one, other = found[0][0], found[1][0]
     assert_equal(one, other)
     for name in ("counters", "schedules", "callbacks"):
@@ -146,6 +146,7 @@ def test_loops_schedules_and_callbacks_of_one_that_comes_back_are_the_others(tmp
     steps = members_by_step(logged_steps(tmp_path))
     assert {(0,), (0, 1)} <= set(steps.values())
     assert one["counters"][0] < case.num_epochs, "it was stopped early"
+    assert not (tmp_path / "ready-1-0-2").exists(), "a difference would end it, and it would take the state once more"
     saved = {path.name for path in (tmp_path / "saved").iterdir()}
     best = one["callbacks"][_key(one, "ModelCheckpoint{'monitor': 'val")]["best_k_models"]
     assert {Path(path).name for path in best} <= saved
