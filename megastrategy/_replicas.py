@@ -328,6 +328,7 @@ class TorchftLink(core.ReplicaLink):
     def _drop_group(self) -> None:
         # A member that has failed goes to its vote; one that has not would wait for it in the sum until the timeout.
         self._manager.report_error(RuntimeError("this replica has left its group of replicas"))
+        self._manager._quorum_id = -1  # a lighthouse that was started again may give the next group this one's number
         self._group.abort()
 
     def vote(self) -> bool:

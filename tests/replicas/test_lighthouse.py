@@ -16,7 +16,7 @@ import torch
 
 from megastrategy._replicas import TorchftLink, start_lighthouse
 from megastrategy.core import Collectives, SingleRankCollectives
-from megastrategy.errors import CollectiveError
+from megastrategy.errors import CollectiveError, ReplicaMismatchError
 from tests.support.patience import HANG_S
 from tests.support.replicas import (
     HEARTBEAT_S,
@@ -61,6 +61,16 @@ class Lighthouse:
         found = re.search(r"\[(\d+)/\d+ participants healthy\]", page)
         assert found is not None, page
         return int(found[1])
+
+    def wait_for_heartbeats(self, num: int) -> None:
+        """Waits until so many replicas are known to live."""
+        deadline = time.monotonic() + HANG_S
+        while True:
+            page = urllib.request.urlopen(f"{self.address}/status", timeout=HANG_S).read().decode()
+            if len(set(re.findall(r"replica\d+:[\w-]+", page))) >= num:
+                return
+            assert time.monotonic() < deadline, page
+            time.sleep(0.1)
 
 
 def _serve(port: int, minimum: int, sender: Connection) -> None:
@@ -138,6 +148,51 @@ def test_a_group_is_not_taken_for_that_of_the_same_number_before() -> None:
     for link in links:
         link.leave()
     server.kill()
+
+
+class LeftError(Exception):
+    """Ends a replica in the middle of a window."""
+
+
+def test_none_joins_in_the_middle_of_a_window_after_the_lighthouse_was_started_again(server: Lighthouse) -> None:
+    """It does not know the members that train, and takes the one that comes back at once for another of them."""
+    case, is_back = Case(num_epochs=2, num_batches=10), threading.Event()
+
+    def job(slot: int, rank: int, _: str, collectives: Collectives) -> Any:
+        lives, errors = list[Run](), list[str]()
+
+        def hook(point: str) -> None:
+            if (slot, point, len(lives), len(run.steps)) == (1, "before sum 0", 1, 3):
+                raise LeftError
+
+        def on_step(run: Run) -> None:
+            if (slot, len(run.steps)) == (0, 2):
+                server.kill()
+                server.start()
+                server.wait_for_heartbeats(2)
+                is_back.set()
+            assert len(run.steps) < 2 or is_back.wait(HANG_S)
+            if run.replicas.members == (0,):
+                time.sleep(0.5)  # until the other one has joined
+
+        while True:
+            run = prepare(case, slot, rank, server.address, collectives, hook)
+            lives.append(run)
+            try:
+                run.train(on_step)
+                return run.outcome(), [life.steps for life in lives], errors
+            except (LeftError, ReplicaMismatchError) as error:
+                errors.append(str(error))
+
+    (one, its_steps, none), (other, others_steps, errors) = (by_rank[0] for by_rank in results(run_replicas(case, job)))
+    assert none == []
+    assert [" came back in the middle of a batch" in error for error in errors] == [False, True]
+    assert_equal(one, other)
+    steps = members_by_step([*its_steps, *others_steps])
+    assert steps[0, 3] == (0,)
+    assert steps[1, 9] == (0, 1)
+    for weight, expected in zip(one["weights"], replay(case, steps), strict=True):
+        assert torch.equal(weight, expected)
 
 
 def test_all_replicas_together_train_without_a_lighthouse(server: Lighthouse) -> None:

@@ -114,7 +114,7 @@ class Replicas:
         self._model: ReplicaModel | None = None
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         self._phase = "not joined"  # then "between", "open" (a window), "closed"
-        self._has_started = self._wants_stop = self._has_stepped = False
+        self._has_started = self._wants_stop = self._has_stepped = self._joins = False
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
 
@@ -412,8 +412,13 @@ class Replicas:
         """Meets, until enough replicas are there and all are connected."""
         deadline, ranks = time.monotonic() + self._patience_s, self._attached.ranks
         while True:
-            known = self.link.number
+            known, self._joins = self.link.number, joins
             state = self.watched(functools.partial(self.link.meet, joins=joins))
+            if joins and state is not None and not state["joins"]:
+                raise ReplicaMismatchError(
+                    f"replica {self.slot} came back in the middle of a batch of the others, as may happen after the "
+                    "lighthouse was started again: it ends here. Started again, it joins at the beginning of a batch"
+                )
             has_started = self._has_started or self.link.step > 0
             wanted = self.minimum if has_started else self.of
             if self.link.number == known and has_started and state is None and len(self.members) >= wanted:
@@ -460,6 +465,7 @@ class Replicas:
             "place": (self.epoch, self.batch),
             "digests": (self._history, self._numbers),
             "stops": self.should_stop,
+            "joins": self._joins,
         }
 
     def _take_over(self, state: dict[str, Any] | None) -> None:
