@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.replica_processes import Kill, logged_steps, run_with_kills
-from tests.support.replicas import Case, assert_equal, members_by_step, replay
+from tests.support.replicas import Case, assert_equal, assert_replayed, members_by_step
 
 POINTS = (
     "before meeting",
@@ -33,8 +33,7 @@ def check(case: Case, kills: list[Kill], folder: Path, **options: Any) -> dict[t
     logged = logged_steps(folder)
     steps = members_by_step(logged)
     assert sorted(steps) == [(e, b) for e in range(case.num_epochs) for b in range(case.num_batches)]
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, found[0][0]["weights"], steps)
     for slot in set(range(case.of)) - {kill.slot for kill in kills}:
         assert [step[:2] for step in found[slot][0]["steps"]] == sorted(steps), "a survivor ran each batch once"
     return steps

@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import torch
 
 from megastrategy._replicas import TorchftLink, start_lighthouse
 from megastrategy.core import Collectives, SingleRankCollectives
@@ -24,9 +23,10 @@ from tests.support.replicas import (
     Case,
     Run,
     assert_equal,
+    assert_replayed,
+    assert_together,
     members_by_step,
     prepare,
-    replay,
     results,
     run_replicas,
 )
@@ -57,7 +57,7 @@ class Lighthouse:
 
     def num_waiting(self) -> int:
         """The number of replicas that wait for others in a meeting."""
-        page = urllib.request.urlopen(f"{self.address}/status", timeout=HANG_S).read().decode()
+        page = self._status()
         found = re.search(r"\[(\d+)/\d+ participants healthy\]", page)
         assert found is not None, page
         return int(found[1])
@@ -66,11 +66,15 @@ class Lighthouse:
         """Waits until so many replicas are known to live."""
         deadline = time.monotonic() + HANG_S
         while True:
-            page = urllib.request.urlopen(f"{self.address}/status", timeout=HANG_S).read().decode()
+            page = self._status()
             if len(set(re.findall(r"replica\d+:[\w-]+", page))) >= num:
                 return
             assert time.monotonic() < deadline, page
             time.sleep(0.1)
+
+    def _status(self) -> str:
+        page: str = urllib.request.urlopen(f"{self.address}/status", timeout=HANG_S).read().decode()
+        return page
 
 
 def _serve(port: int, minimum: int, sender: Connection) -> None:
@@ -122,8 +126,7 @@ def test_a_lighthouse_that_comes_back_costs_no_bits(server: Lighthouse, point: s
     steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
     assert sorted(steps) == [(epoch, batch) for epoch in range(2) for batch in range(10)]
     assert steps[1, 9] == (0, 1)
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, found[0][0]["weights"], steps)
 
 
 def test_a_group_is_not_taken_for_that_of_the_same_number_before() -> None:
@@ -191,8 +194,7 @@ def test_none_joins_in_the_middle_of_a_window_after_the_lighthouse_was_started_a
     steps = members_by_step([*its_steps, *others_steps])
     assert steps[0, 3] == (0,)
     assert steps[1, 9] == (0, 1)
-    for weight, expected in zip(one["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, one["weights"], steps)
 
 
 def test_all_replicas_together_train_without_a_lighthouse(server: Lighthouse) -> None:
@@ -209,10 +211,7 @@ def test_all_replicas_together_train_without_a_lighthouse(server: Lighthouse) ->
         return run.outcome()
 
     found = results(run_replicas(case, job))
-    steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
-    assert steps == {(epoch, batch): (0, 1) for epoch in range(2) for batch in range(case.num_batches)}
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_together(case, found)
 
 
 def test_a_lighthouse_that_is_gone_is_named_by_each_rank(server: Lighthouse) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills, train_plainly
-from tests.support.replicas import Case, Hook, Run, assert_equal, members_by_step, prepare, replay
+from tests.support.replicas import Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
 
 from .test_kills import POINTS
 
@@ -76,8 +76,7 @@ def test_a_survivor_needs_no_more_files_threads_or_memory_after_many_kills(tmp_p
     steps = members_by_step(logged_steps(tmp_path))
     assert [step[:2] for step in found[0][0]["steps"]] == sorted(steps), "a survivor ran each batch once"
     assert len(steps) == 1000
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, found[0][0]["weights"], steps)
     num_lives = len(list(tmp_path.glob("ready-1-0-*")))
     assert num_lives > 10
     for rank in range(case.ranks):

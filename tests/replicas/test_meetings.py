@@ -6,21 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megastrategy.core import Collectives, Replicas
 from tests.support.replica_processes import Place, run_with_kills
-from tests.support.replicas import (
-    PATIENCE_S,
-    Case,
-    Hook,
-    HookedLink,
-    members_by_step,
-    prepare,
-    replay,
-    results,
-    run_replicas,
-)
+from tests.support.replicas import PATIENCE_S, Case, Hook, HookedLink, assert_together, prepare, results, run_replicas
 
 from .test_several_optimizers import Loop
 
@@ -66,10 +55,7 @@ def test_all_ranks_of_a_replica_meet_again_if_one_misses_a_member() -> None:
         return run.outcome()
 
     found = results(run_replicas(case, job))
-    steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
-    assert steps == {(epoch, batch): (0, 1) for epoch in range(2) for batch in range(case.num_batches)}
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_together(case, found)
 
 
 def leave_in_the_midst(place: Place, hook: Hook) -> Any:

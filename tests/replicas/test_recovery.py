@@ -23,9 +23,9 @@ from tests.support.replicas import (
     Case,
     Run,
     assert_equal,
+    assert_replayed,
     members_by_step,
     prepare,
-    replay,
     results,
     run_replicas,
 )
@@ -55,8 +55,7 @@ def test_replicas_are_equal_to_a_replay_in_one_process(name: str) -> None:
             assert_equal(mine, theirs)
     steps = members_by_step([outcome["steps"] for by_rank in found for outcome in by_rank])
     assert len(steps) == case.num_epochs * case.num_batches
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, found[0][0]["weights"], steps)
 
 
 FORMS = {

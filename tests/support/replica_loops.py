@@ -25,9 +25,9 @@ from .replicas import (
     HookedLink,
     Run,
     assert_equal,
+    assert_replayed,
     loss_of,
     members_by_step,
-    replay,
 )
 
 BATCH_SIZE, SEED = 6, 11
@@ -91,8 +91,7 @@ def run_with_a_kill(
     assert sorted(steps) == case.ends()
     assert (1 - kill.slot,) in steps.values(), "the other one went on alone"
     assert steps[case.ends()[-1]] == (0, 1), "it came back"
-    for weight, expected in zip(found[0][0]["weights"], replay(case, steps, **replayed), strict=True):
-        assert torch.equal(weight, expected)
+    assert_replayed(case, found[0][0]["weights"], steps, **replayed)
     return found
 
 

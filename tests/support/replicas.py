@@ -338,6 +338,22 @@ def replay(
     return [param.detach() for param in module.parameters()]
 
 
+def assert_replayed(
+    case: Case, weights: Sequence[Tensor], steps: Mapping[tuple[int, int], Sequence[int]], **options: Any
+) -> None:
+    """Compares weights to the bit with a replay; ``options`` are those of :func:`replay`."""
+    for weight, expected in zip(weights, replay(case, steps, **options), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def assert_together(case: Case, outcomes: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Checks that all replicas were members in every step, and that the weights are those of a replay."""
+    steps = members_by_step([outcome["steps"] for by_rank in outcomes for outcome in by_rank])
+    every = tuple(range(case.of))
+    assert steps == {(epoch, batch): every for epoch in range(case.num_epochs) for batch in range(case.num_batches)}
+    assert_replayed(case, outcomes[0][0]["weights"], steps)
+
+
 def members_by_step(runs: Sequence[Sequence[tuple[int, int, tuple[int, ...], bool]]]) -> dict[tuple[int, int], Any]:
     """The members of each step, by epoch and batch; what a rank logged last, and died of, counts least."""
     found: dict[tuple[int, int], Any] = {}
