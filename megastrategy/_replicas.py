@@ -50,7 +50,7 @@ class Replicas(core.Replicas):
         of: the number of replicas that start together. None: ``NUM_REPLICA_GROUPS`` in the environment.
         slot: this replica's number, from 0. None: ``REPLICA_GROUP_ID`` in the environment.
         lighthouse: the address of torchft's lighthouse. None: ``TORCHFT_LIGHTHOUSE`` in the environment.
-        minimum: the number of replicas below which nothing is stepped.
+        minimum: the number of replicas below which nothing is stepped: they drop the batch and wait before the next.
         heartbeat_s, skew_s, patience_s: seconds, see _replicas' [Note: time-outs of replicas]. None: 5, 60 and 600, or
             those of ``megastrategy replicas``, whose lighthouse has the same ones.
         host: the name or address of this machine for the other replicas. None: ``MEGASTRATEGY_HOST`` in the
@@ -109,6 +109,7 @@ def check_timeouts(heartbeat_s: float, skew_s: float, patience_s: float) -> None
         "10 heartbeats": 10 * _INTERVAL_S,
         "heartbeat_s": heartbeat_s,
         "skew_s": skew_s,
+        "2 skew_s + heartbeat_s": 2 * skew_s + heartbeat_s,
         "patience_s": patience_s,
     }
     for (shorter, first), (longer, second) in zip(list(ordered.items()), list(ordered.items())[1:], strict=False):
@@ -247,9 +248,9 @@ class TorchftLink(core.ReplicaLink):
     def _check_timeout_of(self, ranks: core.Collectives) -> None:
         if ranks.size > 1:
             timeout_s = ranks.host.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            if timeout_s < self._skew_s:
+            if timeout_s <= self._skew_s:
                 raise ValueError(
-                    f"skew_s={self._skew_s:g}: expected at most {timeout_s:g} seconds, the timeout of the ranks' "
+                    f"skew_s={self._skew_s:g}: expected less than {timeout_s:g} seconds, the timeout of the ranks' "
                     "process group, in which they wait for one that waits for other replicas. Pass a longer timeout to "
                     "init_process_group, MegatronDDPStrategy or accelerate's InitProcessGroupKwargs"
                 )

@@ -225,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if impl.has_replicas and impl.is_stepped_by_others():
+        if impl.has_replicas and impl.skips_step():
             return result
         if not has_shards:
             impl.step_params(others)

@@ -41,7 +41,7 @@ def outcomes_of(case: Case, step: Step, **more: Any) -> list[Any]:
                 for batch in run.replicas.batches(case.batches(epoch, slot, rank)):
                     run.optimizer.zero_grad()
                     step(run, run.replicas.batch, batch)
-                    run.steps.append((epoch, run.replicas.batch, run.replicas.members, not run.replicas.is_adopted))
+                    run.steps.append((epoch, run.replicas.batch, run.replicas.members, not run.replicas.is_skipped))
         return run.outcome()
 
     return [by_rank[0] for by_rank in run_replicas(case, job)]
@@ -323,7 +323,7 @@ def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     assert all(len(each["steps"]) == case.num_batches + 2 for each in found)
 
 
-def test_a_vote_that_differs_is_adopted_and_a_schedule_steps_once() -> None:
+def test_a_vote_that_differs_is_skipped_and_a_schedule_steps_once() -> None:
     case = Case(num_epochs=1, num_batches=6)
     schedulers: dict[int, Any] = {}
     failures = threading.local()

@@ -109,6 +109,23 @@ def test_one_of_three_is_killed(point: str, tmp_path: Path) -> None:
     assert steps[0, 15] == (0, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "point", "is_dropped"),
+    [(1, "before sum 0", True), (2, "after sum 0", True), (2, "before vote", False)],
+)
+def test_below_the_minimum_a_batch_is_dropped(accumulate: int, point: str, is_dropped: bool, tmp_path: Path) -> None:
+    """Also one of several microbatches, which a replica that joins now would not have all."""
+    case = Case(num_epochs=2, num_batches=10, accumulate=accumulate, minimum=2)
+    found = run_with_kills(case, [Kill(1, 0, point)], tmp_path)
+    assert_equal(found[0][0], found[1][0])
+    ends = [(epoch, number) for epoch in range(2) for number in range(10) if case.ends_window(number)]
+    steps = members_by_step(logged_steps(tmp_path))
+    assert set(ends) - set(steps) == ({ends[2]} if is_dropped else set())
+    assert set(steps.values()) == {(0, 1)}
+    assert [step[:2] for step in found[0][0]["steps"]] == ends, "the survivor ran each batch once"
+    assert_replayed(case, found[0][0]["weights"], steps)
+
+
 def test_a_stopped_replica_ends_and_comes_back(tmp_path: Path) -> None:
     """The others go on after the time-out of the sum; it was left out, and must not step alone."""
     case = Case(num_epochs=2, num_batches=8)

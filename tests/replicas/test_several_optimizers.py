@@ -88,7 +88,7 @@ class Loop:
             for batch in self.replicas.batches(self.case.batches(epoch, self.slot, self.rank)):
                 for part, optimizer in enumerate(self.optimizers):
                     loss_of(self.model(batch, part)).backward()
-                    has_part = not self.replicas.is_adopted
+                    has_part = not self.replicas.is_skipped
                     self.steps.append((epoch, 2 * self.replicas.batch + part, self.replicas.members, has_part))
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=not self.zeroes)

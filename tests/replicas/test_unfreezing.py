@@ -75,7 +75,7 @@ def loop_of(place: Place, hook: Hook) -> Any:
             for batch in replicas.batches(case.batches(epoch, place.slot, place.rank)):
                 optimizer.zero_grad()
                 loss_of(model(batch)).backward()
-                steps.append((epoch, replicas.batch, replicas.members, not replicas.is_adopted))
+                steps.append((epoch, replicas.batch, replicas.members, not replicas.is_skipped))
                 optimizer.step()
                 schedule.step()
                 log(steps[-1])

@@ -128,7 +128,7 @@ class FabricLoop:
                         continue
                     if self.clip_value is not None:
                         fabric.clip_gradients(model, optimizer, clip_val=self.clip_value)
-                    run.steps.append((epoch, replicas.batch, replicas.members, not replicas.is_adopted))
+                    run.steps.append((epoch, replicas.batch, replicas.members, not replicas.is_skipped))
                     optimizer.step()
                     optimizer.zero_grad()
                     log(run.steps[-1])
@@ -215,7 +215,7 @@ class AcceleratedLoop:
                         steps = accelerator.sync_gradients
                         assert steps == case.ends_window(replicas.batch)
                         if steps:
-                            run.steps.append((epoch, replicas.batch, replicas.members, not replicas.is_adopted))
+                            run.steps.append((epoch, replicas.batch, replicas.members, not replicas.is_skipped))
                         optimizer.step()
                         schedule.step()
                         optimizer.zero_grad()

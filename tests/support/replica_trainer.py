@@ -112,7 +112,7 @@ class Log(pl.Callback):
 
     def note(self, epoch: int, place: int) -> None:
         """Logs a step, with its place in the epoch."""
-        step = epoch, place, self.replicas.members, not self.replicas.is_adopted
+        step = epoch, place, self.replicas.members, not self.replicas.is_skipped
         self.steps.append(step)
         self.write(step)
         self.hook("after step")

@@ -47,6 +47,7 @@ class Case:
     num_batches: int = 4
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     accumulate: int = 1
+    minimum: int = 1
 
     def module(self) -> nn.Module:
         with _seeding:  # threads have one generator
@@ -177,11 +178,13 @@ class Run:
                 on_step(self)
 
     def train_on(self, batch: Tensor) -> None:
-        replicas = self.replicas
-        self.optimizer.zero_grad()
-        loss_of(self.model(batch)).backward()
-        self.steps.append((replicas.epoch, replicas.batch, replicas.members, not replicas.is_adopted))
-        self.optimizer.step()
+        replicas, is_last = self.replicas, self.case.ends_window(self.replicas.batch)
+        with contextlib.nullcontext() if is_last else self.model.no_sync():
+            (loss_of(self.model(batch)) / self.case.accumulate).backward()
+        if is_last:
+            self.steps.append((replicas.epoch, replicas.batch, replicas.members, not replicas.is_skipped))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def outcome(self) -> dict[str, Any]:
         return {**outcome_of(self.module, self.optimizer), "steps": self.steps}
@@ -209,14 +212,13 @@ def prepare(
     collectives: Collectives | None,
     hook: Hook = lambda point: None,
     *,
-    minimum: int = 1,
     module: nn.Module | None = None,
     skew_s: float = SKEW_S,
     patience_s: float = PATIENCE_S,
 ) -> Run:
     module = case.module() if module is None else module
     link = HookedLink(slot, address, hook, skew_s, patience_s)
-    replicas = Replicas(link, of=case.of, slot=slot, minimum=minimum, patience_s=patience_s)
+    replicas = Replicas(link, of=case.of, slot=slot, minimum=case.minimum, patience_s=patience_s)
     model = DistributedDataParallel(module, case.config(), collectives=collectives, replicas=replicas)
     optimizer = DistributedOptimizer(OPTIMIZERS[case.optimizer](module.parameters()), model)
     return Run(case, slot, rank, replicas, module, model, optimizer)

@@ -148,8 +148,8 @@ class ShardedOptimizer:
         """Whether its model trains with replicas."""
         return self._replica_state is not None
 
-    def is_stepped_by_others(self) -> bool:
-        """Returns True if there is nothing to step: other replicas have, and their state was taken over.
+    def skips_step(self) -> bool:
+        """Returns True if there is nothing to step: other replicas have, or fewer than their ``minimum`` are left.
 
         Raises:
             ValueError: for gradients that this step would reduce: it would come too late to know it.
@@ -164,7 +164,7 @@ class ShardedOptimizer:
             )
         self._replica_state.check()
         across.replicas.note_step(self._replica_state.numbers())
-        return across.replicas.is_adopted
+        return across.replicas.is_skipped
 
     def step_params(self, arguments: StepArguments) -> Any:
         """Steps the Parameters themselves, without shards. The user's optimizer may call the closure several times."""

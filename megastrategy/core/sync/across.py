@@ -86,7 +86,8 @@ class AcrossReplicas:
         """Returns the facts of all replicas, and the sums of their ``tokens``, when all sums are complete.
 
         Collective over this replica's ranks, whose facts are ``agreed``. If other replicas have stepped without waiting
-        for this one, the facts are this replica's, and so are the gradients: they are not stepped with.
+        for this one, or too few are left, the facts are this replica's, and so are the gradients: they are not stepped
+        with.
 
         Raises:
             ReplicaMismatchError, LayoutMismatchError: if this replica does not fit to the others.
@@ -96,6 +97,9 @@ class AcrossReplicas:
             for handle in self._handles:
                 handle.wait()
             while True:
+                if replicas.drop_below_minimum():
+                    self.forget()
+                    return agreed, tokens
                 every = replicas.exchange(_facts_of(agreed, tokens, replicas), bytes(agreed.used))
                 buffers = self._leaders_buffers()
                 if replicas.vote():
@@ -130,8 +134,7 @@ class AcrossReplicas:
     def finish(self) -> None:
         """Ends a backward: loads the state of replicas that have stepped already, if there is any."""
         self._begins_window = True
-        if self.replicas.is_adopted:
-            self.replicas.load_taken()
+        self.replicas.load_taken()
 
     def _leaders_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the module's buffers and the leader's values, on rank 0, from which the others get them."""

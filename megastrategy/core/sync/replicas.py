@@ -7,7 +7,8 @@ takes the state of another. When the sums of its synchronised backward have ende
 exchange :mod:`.replica_facts`, and the ranks of each replica vote. If all ranks say yes, its gradients are final. If
 not, the replica meets those that are left, and repeats the sums from a copy of its own: no batch is lost. Other
 replicas may have voted yes, with this one's gradients in their sums. Then this one is a step behind. It takes their
-state, which is after the step, and its coming ``optimizer.step()`` does nothing.
+state, which is after the step, and its coming ``optimizer.step()`` does nothing. Nor does it if fewer than ``minimum``
+are left: none that joins now has the microbatches of the window, or the steps of the batch, so this one is lost.
 
 A batch may have several windows, one for each of several optimizers. A later one begins with its backward, after the
 step of the one before: the replicas meet, and none joins. What a replica that did not step loses is then what an
@@ -89,13 +90,14 @@ class Replicas:
         link: this rank's connection to the others.
         of: the number of replicas that start together.
         slot: this replica's number, from 0; one that comes back has the same.
-        minimum: the number of replicas below which nothing is stepped.
+        minimum: the number of replicas below which nothing is stepped: they drop the batch and wait before the next.
         patience_s: the seconds for which missing replicas are waited for, at the start and below ``minimum``.
 
     Attributes:
         epoch, batch: the loop's place: the present epoch, and the batches of it so far.
         should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
-        is_adopted: whether the last window was stepped by others, and is not to be stepped again.
+        is_skipped: whether no optimizer of this replica steps in this window: others have, and their state was taken,
+            or fewer than ``minimum`` are left.
         num_taken: the number of times that the state of another replica was taken.
         notice: at most :data:`NOTICE` bytes that are the leader's in all replicas after each meeting of new members.
     """
@@ -107,7 +109,7 @@ class Replicas:
             raise ValueError(f"slot={slot}: expected a number from 0 to {of - 1}, since of={of}")
         self.of, self.slot, self.minimum = of, slot, minimum
         self.epoch = self.batch = 0
-        self.should_stop = self.is_adopted = False
+        self.should_stop = self.is_skipped = False
         self.num_taken = 0
         self.notice = b""
         self.link, self._patience_s = link, patience_s
@@ -281,7 +283,7 @@ class Replicas:
 
     def _begin(self) -> None:
         self._load_registered()
-        self.is_adopted = self._has_stepped = False
+        self.is_skipped = self._has_stepped = False
 
     @property
     def is_in_window(self) -> bool:
@@ -297,7 +299,7 @@ class Replicas:
             ValueError: outside of a batch, and before the step of a synchronised backward.
             ReplicaMismatchError: if the others have gone on without this replica.
         """
-        if self._phase == "open" and not self.is_adopted:
+        if self._phase == "open" and not self.is_skipped:
             return False
         if self._phase not in ("open", "between") or not self._has_stepped:
             raise ValueError(
@@ -359,21 +361,29 @@ class Replicas:
         Returns True if the others have stepped: this replica has their state now, and :meth:`load_taken` is to come.
         """
         before = self.num_taken
-        self._meet(joins=len(self.members) < self.minimum)
-        self.is_adopted = self.num_taken > before
-        return self.is_adopted
+        self._meet(joins=False)
+        self.is_skipped = self.num_taken > before
+        return self.is_skipped
+
+    def drop_below_minimum(self) -> bool:
+        """Returns whether fewer than ``minimum`` replicas are left; then the window ends without a step."""
+        if len(self.members) >= self.minimum:
+            return False
+        self.is_skipped, self._phase = True, "between"
+        return True
 
     def load_taken(self) -> None:
-        """Loads the model's state that :meth:`meet_again` has got. Collective over this replica's ranks."""
-        self._attached.load(self._taken.pop("model"))
+        """Loads the model's state, if :meth:`meet_again` has taken one. Collective over this replica's ranks."""
+        if "model" in self._taken:
+            self._attached.load(self._taken.pop("model"))
 
     def note_step(self, numbers: str) -> None:
         """Adds the hyper-parameters of an optimizer's step to the digest that replicas compare.
 
-        Not if others have stepped, whose digest this replica has taken.
+        Not if this replica does not step: if others have, it has taken their digest.
         """
         self._has_stepped = True
-        if not self.is_adopted:
+        if not self.is_skipped:
             self._numbers = _chained(self._numbers, numbers)
 
     def abandon(self) -> None:
@@ -409,8 +419,9 @@ class Replicas:
         return False
 
     def _meet(self, *, joins: bool) -> None:
-        """Meets, until enough replicas are there and all are connected."""
+        """Meets, until enough replicas are there and connected; if none ``joins``, any number is enough."""
         deadline, ranks = time.monotonic() + self._patience_s, self._attached.ranks
+        minimum = self.minimum if joins else 1
         while True:
             known, self._joins = self.link.number, joins
             state = self.watched(functools.partial(self.link.meet, joins=joins))
@@ -420,7 +431,7 @@ class Replicas:
                     "lighthouse was started again: it ends here. Started again, it joins at the beginning of a batch"
                 )
             has_started = self._has_started or self.link.step > 0
-            wanted = self.minimum if has_started else self.of
+            wanted = minimum if has_started else self.of
             if self.link.number == known and has_started and state is None and len(self.members) >= wanted:
                 return
             # Other ranks of this replica may have failed to connect, or to get their state: then all meet again.
@@ -428,7 +439,7 @@ class Replicas:
             if not failed:
                 self._take_over(state)
                 has_come = len(self.members) >= wanted
-                starts = has_started or has_come or (is_late and len(self.members) >= self.minimum)
+                starts = has_started or has_come or (is_late and len(self.members) >= minimum)
                 notice = (self.notice if self.is_leader else b"").ljust(NOTICE, b"\0")
                 every = self.exchange(self._first_facts(starts=starts), notice)
                 # Another replica may have ended for some ranks of this one only, and all have to go on alike.
@@ -436,7 +447,7 @@ class Replicas:
                 if every is not None and not failed:
                     self.check(every[0])
                     self.notice = every[1].rstrip(b"\0")
-                    if any(Flag.STARTS in facts.flags for facts in every[0]) and len(self.members) >= self.minimum:
+                    if any(Flag.STARTS in facts.flags for facts in every[0]) and len(self.members) >= minimum:
                         self._has_started = True
                         return
             if is_late:
@@ -448,7 +459,6 @@ class Replicas:
             if failed:
                 self.link.undo_meeting()
             time.sleep(_AGAIN_S)
-            joins = True if len(self.members) < self.minimum else joins
 
     def _first_facts(self, *, starts: bool) -> ReplicaFacts:
         if self._history == bytes(WORD):
