@@ -294,9 +294,12 @@ def mean_grads(
     for slot in members:
         inside = [torch.zeros_like(total) for total in totals]
         for rank in range(ranks):
+            of_rank = [torch.zeros_like(total) for total in totals]
             for loss in losses_of(slot, rank):
-                for sums, grad in zip(inside, torch.autograd.grad(loss, params), strict=True):
-                    sums.add_(grad.float() / ranks)
+                for sums, grad in zip(of_rank, torch.autograd.grad(loss, params), strict=True):
+                    sums.add_(grad.float())
+            for sums, local in zip(inside, of_rank, strict=True):
+                sums.add_(local / ranks)
         for total, sums in zip(totals, inside, strict=True):
             total.add_(sums)
     return [total / len(members) for total in totals]

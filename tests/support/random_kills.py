@@ -1,0 +1,129 @@
+"""Trainings with replicas, of random forms, in which random processes are killed or stopped, compared with a replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .replica_processes import Kill, Place, logged_steps, run_with_kills
+from .replicas import Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
+
+POINTS = (
+    "before meeting",
+    "after meeting",
+    "before sum 0",
+    "after sum 0",
+    "before sum 1",
+    "after sum 1",
+    "before vote",
+    "after vote",
+    "after step",
+)
+"""Of each step."""
+RARE_POINTS = ("question", "before meeting again", "after meeting again", "serving", "asking", "taking")
+"""Only where a replica is missing, or comes back."""
+SKEW_S, STOPPED_S = 8.0, (1.0, 20.0)
+"""A replica that is stopped for the shorter time goes on; after the longer one it ends and comes back."""
+ABSENCE_S = 15.0
+"""A replica that was killed is started again sooner."""
+NUM_EPOCHS, NUM_BATCHES = 2, 24
+
+OPTIONS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"use_distributed_optimizer": False, "bucket_size": 10_000},
+    {"overlap_param_gather": "forward"},
+    {"offload_optimizer_states": True},
+    {"optimizer_state_dtype": "bf16"},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training, and what happens to its processes."""
+
+    case: Case
+    kills: tuple[Kill, ...]
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a replay has the same bits: sums of three replicas have another order, and narrow state rounds."""
+        return self.case.of == 2 and "optimizer_state_dtype" not in self.case.options
+
+    @classmethod
+    def draw(cls, seed: int) -> Program:
+        draw = random.Random(seed)
+        of, ranks = draw.choice([2, 2, 3]), draw.choice([1, 1, 2])
+        case = Case(
+            draw.choice(["adam", "momentum", "muon"]),
+            dtype=draw.choice([torch.float32, torch.float32, torch.bfloat16]),
+            of=of,
+            ranks=ranks,
+            num_epochs=NUM_EPOCHS,
+            num_batches=NUM_BATCHES,
+            options=draw.choice(OPTIONS),
+            accumulate=draw.choice([1, 1, 2]),
+            minimum=draw.choice([1, 1, 2]),
+        )
+        kills: list[Kill] = []
+        for number in range(draw.choice([1, 2, 2, 3])):
+            slot = draw.randrange(of)
+            life = sum(kill.slot == slot and kill.stopped_s != STOPPED_S[0] for kill in kills)
+            point = draw.choice(POINTS if number == 0 else POINTS + RARE_POINTS)
+            step = 0 if point in RARE_POINTS else draw.randint(1 if life else 2, 6)
+            stopped_s = draw.choice(STOPPED_S) if draw.random() < 0.2 else 0.0
+            kills.append(Kill(slot, draw.randrange(ranks), point, step=step, life=life, stopped_s=stopped_s))
+        return cls(case, tuple(kills))
+
+
+def check(program: Program, folder: Path) -> str:
+    """Runs a program, and returns which replicas stepped together.
+
+    Raises:
+        AssertionError: if replicas end with different bits, if a batch is lost, or if a replay has other weights.
+    """
+    case = program.case
+    found = run_with_kills(case, program.kills, folder, skew_s=SKEW_S, train=train)
+    for by_rank in found[1:]:
+        for mine, theirs in zip(found[0], by_rank, strict=True):
+            assert_equal(mine, theirs)
+    steps = members_by_step(logged_steps(folder))
+    ends = {(e, b) for e in range(case.num_epochs) for b in range(case.num_batches) if case.ends_window(b)}
+    assert all(len(members) >= case.minimum for members in steps.values())
+    assert case.minimum > 1 or set(steps) == ends, "a batch was lost"
+    if program.is_replayed:
+        assert_replayed(case, found[0][0]["weights"], steps)
+    return f"{sorted(set(steps.values()))}, {len(ends) - len(steps)} batches dropped"
+
+
+def train(place: Place, hook: Hook) -> Any:
+    """As :func:`~.replica_processes.train_plainly`, but it waits for a replica each time that one is missing."""
+    run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
+    num_starts: dict[int, int] = {}
+
+    def count_starts(slot: int) -> int:
+        return len(list(place.folder.glob(f"ready-{slot}-0-*")))
+
+    with place.log() as log:
+
+        def on_step(run: Run) -> None:
+            if not place.case.ends_window(run.replicas.batch):
+                return
+            log(run.steps[-1])
+            hook("after step")
+            num_starts.update({slot: count_starts(slot) for slot in run.replicas.members})
+            missing = set(range(place.case.of)) - set(run.replicas.members)
+            deadline = time.monotonic() + ABSENCE_S
+            while any(count_starts(slot) <= num_starts.get(slot, 0) for slot in missing):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            time.sleep(0.3 if missing else 0.0)
+
+        run.train(on_step)
+    return run.outcome()
