@@ -99,7 +99,7 @@ def train(fabric):
 
 if __name__ == "__main__":
     replicas = Replicas(skew_s=float(sys.argv[2]))
-    strategy = MegatronDDPStrategy(replicas=replicas, start_method=sys.argv[1], timeout=timedelta(seconds=70))
+    strategy = MegatronDDPStrategy(replicas=replicas, start_method=sys.argv[1], timeout=timedelta(seconds=80))
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(train)
 """
 
@@ -134,7 +134,7 @@ def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path
 @pytest.mark.fresh
 def test_the_strategys_timeout_has_to_be_longer(tmp_path: Path) -> None:
     [output] = launched(tmp_path / "train.py", 1, "fork", "80")
-    assert re.search("skew_s=80: expected at most 70 seconds.* MegatronDDPStrategy", output), output
+    assert re.search("skew_s=80: expected less than 80 seconds.* MegatronDDPStrategy", output), output
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_the_next_leader_writes_the_files_that_the_last_one_left(
     """They are those of step 8: the last one is there, from step 4."""
     case = Case(ranks=ranks, num_epochs=2, num_batches=8)
     fit = Fit(callbacks=callbacks, options={"plugins": [EndingIO(ends_at)]})
-    found = run_with_kills(case, [], tmp_path, train=fit)
+    found = run_with_kills(case, [Kill(0, 0, "in EndingIO")], tmp_path, train=fit)
     assert (tmp_path / "ended").exists()
     for mine, theirs in zip(found[0], found[1], strict=True):
         assert_equal(mine, theirs)
