@@ -56,8 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
     note_interpreters()
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     # Modules and test items stay to the end, and each collection of garbage would walk through them.
+    gc.enable()
     gc.freeze()
 
 

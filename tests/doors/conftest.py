@@ -1,4 +1,9 @@
-"""One pair of rank processes for all tests of the doors, and one that is alone."""
+"""Rank processes for the tests of a file: a pair, one that is alone, four, and those of ``accelerate launch``.
+
+They end with the file: torch keeps the groups of their jobs by name, and gloo wakes a thread of each group a hundred
+times a second. Kept to the end, they took a fifth of the machine while other tests ran. A new pair costs a tenth of a
+second.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from .accelerate_loops import Worlds
 from .rank_processes import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Two processes that run a function under ``Trainer(devices=2)``."""
     pool = Ranks()
@@ -18,7 +23,7 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[Ranks]:
     """One process that runs a function under ``Trainer(devices=1)``."""
     pool = Ranks(1)
@@ -34,7 +39,7 @@ def mesh() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
     """Processes that run a function as ``accelerate launch`` would, by the number of ranks."""
     pools = Worlds()

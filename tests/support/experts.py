@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -206,8 +207,10 @@ class Outcome:
     dense: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
+@functools.cache
 def expert_mesh(ep: int) -> DeviceMesh:
-    """All ranks of the default group: neighbours have different experts."""
+    """All ranks of the default group: neighbours have different experts. One for all cases of a process: each mesh has
+    groups of its own, which stay."""
     return init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
 
 

@@ -154,8 +154,9 @@ def pairwise(**fixed: Any) -> list[Row]:
     items = [(name, value) for name, values in may_contradict.items() for value in values]
     between = {item: [bits_of(pairs(dict([item]), values)) for values in anywhere] for item in items}
     # The most that a row of the first switches can bring, with whatever others.
+    at_most = {item: functools.reduce(operator.or_, bits) for item, bits in between.items()}
     reach = [
-        bits | functools.reduce(operator.or_, itertools.chain(*(between[item] for item in values.items())))
+        functools.reduce(operator.or_, map(at_most.__getitem__, values.items()), bits)
         for bits, values in zip(own, allowed, strict=True)
     ]
     missing, chosen = functools.reduce(operator.or_, [*reach, *others]), list[Row]()

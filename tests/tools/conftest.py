@@ -30,7 +30,7 @@ class Saved:
     whole: list[Fit]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
     """Two processes that run a function under ``Trainer(devices=2)``."""
     pool = Ranks()
@@ -43,19 +43,19 @@ def save(ranks: Ranks, folder: Path, strategy: str, optimizer: Any, **options: A
     return Saved(folder / NAME, whole)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def directory(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Sharded, by two ranks."""
     return save(ranks, tmp_path_factory.mktemp("directory"), "megatron_ddp", amsgrad_in_groups, **SHARDED)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def file(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """One file, by "ddp"."""
     return save(ranks, tmp_path_factory.mktemp("file"), "ddp", amsgrad_in_groups)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bf16(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     """bf16 weights, with main params: the same run saved both ways."""
     return {
