@@ -315,6 +315,8 @@ class OfTorchDDP(Player):
         """A new wrapper applies it; it broadcasts no module buffer that the old one would not have."""
         own = [buffer.clone() for buffer in self.model.buffers()]
         will_broadcast = self.wrapped.require_forward_param_sync
+        # It may live a little longer on some rank, and after a forward without a backward its hooks would reduce, too.
+        self.wrapped._remove_autograd_hooks()
         self.wrapped = self.wrap()
         self.wrapped.require_forward_param_sync = will_broadcast
         for buffer, value in zip(self.model.buffers(), own, strict=True):

@@ -28,10 +28,11 @@ POINTS = (
 """Of each step."""
 RARE_POINTS = ("question", "before meeting again", "after meeting again", "serving", "asking", "taking")
 """Only where a replica is missing, or comes back."""
-SKEW_S, STOPPED_S = 8.0, (1.0, 20.0)
+SKEW_S, STOPPED_S = 20.0, (1.0, 45.0)
 """A replica that is stopped for the shorter time goes on; after the longer one it ends and comes back."""
-ABSENCE_S = 15.0
-"""A replica that was killed is started again sooner."""
+ABSENCE_S = 12.0
+"""A replica that was killed is mostly started again sooner. Others that waited for ``SKEW_S`` would go on without those
+that wait for it."""
 NUM_EPOCHS, NUM_BATCHES = 2, 24
 
 OPTIONS: tuple[Mapping[str, Any], ...] = (
