@@ -280,10 +280,12 @@ class TorchftLink(core.ReplicaLink):
         state, self._received = self._received, None
         return state
 
-    def confirm(self) -> bool:
-        self._step_before = self._manager.current_step()
-        self.max_(torch.zeros(1, dtype=torch.uint8))
-        return not self.failure
+    def confirm(self, word: bytes) -> bool:
+        # All have one word if the maxima of their words and of the complements are those of each.
+        sent = torch.frombuffer(bytearray([*word, *(255 - byte for byte in word)]), dtype=torch.uint8)
+        received = sent.clone()
+        self.max_(received)
+        return not self.failure and torch.equal(received, sent)
 
     def _unreachable(self, error: Exception) -> core.CollectiveError:
         address = urllib.parse.urlsplit(self._lighthouse)
@@ -337,6 +339,7 @@ class TorchftLink(core.ReplicaLink):
             voted = bool(self._manager.should_commit(timeout=timedelta(seconds=self._patience_s)))
         except (RuntimeError, TimeoutError) as error:
             raise self._unreachable(error) from error
+        self._step_before = self._manager.current_step()
         if not voted:
             self._drop_group()  # members that voted yes would wait for this one in their next meeting
         return voted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import re
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -84,8 +86,9 @@ def _serve(port: int, minimum: int, sender: Connection) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Lighthouse]:
-    server = Lighthouse()
+def server(request: pytest.FixtureRequest) -> Iterator[Lighthouse]:
+    """Its parameter is the number of replicas below which it makes no group."""
+    server = Lighthouse(getattr(request, "param", 1))
     yield server
     server.kill()
 
@@ -129,28 +132,59 @@ def test_a_lighthouse_that_comes_back_costs_no_bits(server: Lighthouse, point: s
     assert_replayed(case, found[0][0]["weights"], steps)
 
 
-def test_a_group_is_not_taken_for_that_of_the_same_number_before() -> None:
-    """A lighthouse counts from 1 again. Sums in the old group would wait for the replica that is gone."""
-    server = Lighthouse(minimum=2)
-    links = [TorchftLink(slot, server.address, HEARTBEAT_S, SKEW_S, SKEW_S, "localhost") for slot in (0, 1)]
-    for link in links:
-        link.join(SingleRankCollectives(), lambda: None)
-    threads = [threading.Thread(target=link.meet, kwargs={"joins": True}) for link in links]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert [(link.number, link.members) for link in links] == [(0, (0, 1)), (0, (0, 1))]
-    links[0]._manager._manager.shutdown()  # it is silent, and connected
-    server.kill()
-    server.start()
+def call_each(links: Sequence[TorchftLink], call: Callable[[TorchftLink], Any]) -> list[Any]:
+    """``call`` on all links at a time, as in replicas that wait for each other."""
+    with ThreadPoolExecutor(len(links)) as pool:
+        return list(pool.map(call, links))
 
-    assert links[1].meet(joins=True) is None
-    assert (links[1].number, links[1].members, links[1].failure) == (1, (1,), "")
-    assert links[1].vote()
-    for link in links:
-        link.leave()
-    server.kill()
+
+def meet(link: TorchftLink) -> Any:
+    return link.meet(joins=True)
+
+
+@contextlib.contextmanager
+def two_links(server: Lighthouse) -> Iterator[list[TorchftLink]]:
+    """Two replicas that have met, in the first group."""
+    links = [TorchftLink(slot, server.address, HEARTBEAT_S, SKEW_S, SKEW_S, "localhost") for slot in (0, 1)]
+    try:
+        for link in links:
+            link.join(SingleRankCollectives(), lambda: None)
+        call_each(links, meet)
+        assert [(link.number, link.members) for link in links] == [(0, (0, 1)), (0, (0, 1))]
+        yield links
+    finally:
+        for link in links:
+            link.leave()
+
+
+@pytest.mark.parametrize("server", [2], indirect=True)
+def test_a_group_is_not_taken_for_that_of_the_same_number_before(server: Lighthouse) -> None:
+    """A lighthouse counts from 1 again. Sums in the old group would wait for the replica that is gone."""
+    with two_links(server) as links:
+        links[0]._manager._manager.shutdown()  # it is silent, and connected
+        server.kill()
+        server.start()
+
+        assert meet(links[1]) is None
+        assert (links[1].number, links[1].members, links[1].failure) == (1, (1,), "")
+        assert links[1].vote()
+
+
+@pytest.mark.parametrize("server", [2], indirect=True)
+def test_a_group_that_was_left_is_not_taken_for_the_next_one_of_its_number(server: Lighthouse) -> None:
+    """Both have left it when the lighthouse counts from 1 again."""
+    with two_links(server) as links:
+        assert call_each(links, TorchftLink.vote) == [True, True]
+        links[0].undo_meeting()
+        assert not links[1].confirm(b"place")
+        links[1].undo_meeting()
+        server.kill()
+        server.start(minimum=2)
+
+        call_each(links, meet)
+        assert {link._manager._quorum_id for link in links} == {1}
+        assert [(link.number, link.members, link.failure) for link in links] == [(1, (0, 1), ""), (1, (0, 1), "")]
+        assert call_each(links, lambda link: link.confirm(b"place")) == [True, True]
 
 
 class LeftError(Exception):
@@ -233,3 +267,31 @@ def test_a_lighthouse_that_is_gone_is_named_by_each_rank(server: Lighthouse) -> 
         assert len(run.steps) == 2
 
     results(run_replicas(case, job))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["before meeting", "before sum 0"])
+def test_survivors_of_a_replica_end_if_the_lighthouse_is_gone(server: Lighthouse, point: str) -> None:
+    """They wait for it for patience_s before a batch, and for 2 skew_s + heartbeat_s in the middle of one."""
+    case = Case(of=3, ranks=2, num_epochs=1)
+
+    def job(slot: int, rank: int, _: str, collectives: Collectives) -> tuple[str, int]:
+        def hook(reached: str) -> None:
+            if (slot, reached, len(run.steps)) == (2, point, 3):
+                raise LeftError
+
+        def kill_the_lighthouse(run: Run) -> None:
+            if (slot, rank, len(run.steps)) == (0, 0, 2):
+                server.kill()
+
+        run = prepare(case, slot, rank, server.address, collectives, hook, skew_s=5.0, patience_s=15.0)
+        try:
+            run.train(kill_the_lighthouse)
+        except (CollectiveError, LeftError) as error:
+            return str(error), len(run.steps)
+        return "", len(run.steps)
+
+    for by_rank in results(run_replicas(case, job, skew_s=5.0))[:2]:
+        for error, num_steps in by_rank:
+            assert f"lighthouse at {server.address}. It does not answer" in error
+            assert num_steps == 3

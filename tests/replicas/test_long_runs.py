@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills, train_plainly
-from tests.support.replicas import Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
+from tests.support.replicas import HEARTBEAT_S, Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
 
 from .test_kills import POINTS
 
@@ -156,3 +156,18 @@ def test_a_replica_that_was_stopped_longer_than_all_time_outs_ends_with_an_error
     assert error.name == "1-0.error"
     assert error.read_text().startswith(("ReplicaMismatchError: ", "CollectiveError: "))
     assert "tart it again" in error.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_wait_before_a_batch_for_one_that_is_stopped_for_less_than_skew_s(ranks: int, tmp_path: Path) -> None:
+    """A byte of each is all that they wait for, however long it is silent."""
+    case = Case(of=3, ranks=ranks, num_epochs=1, num_batches=6)
+    kills = [Kill(1, ranks - 1, "before meeting", step=3, stopped_s=2 * HEARTBEAT_S)]
+    found = run_with_kills(case, kills, tmp_path)
+    for by_rank in found[1:]:
+        for mine, theirs in zip(found[0], by_rank, strict=True):
+            assert_equal(mine, theirs)
+    assert not list(tmp_path.glob("ready-*-1")), "no process was started again"
+    expected = [(0, number, (0, 1, 2), True) for number in range(6)]
+    assert logged_steps(tmp_path) == [expected] * 3 * ranks

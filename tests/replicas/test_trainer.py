@@ -180,6 +180,64 @@ def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
+class Missing(pl.Callback):
+    """Lets replica 0 miss the decision that comes next, once the others have it."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        replicas = trainer.strategy.replicas
+        if trainer.current_epoch != 1 or module.slot != 0:
+            return
+        max_of_bytes = replicas.max_of_bytes
+
+        def miss(numbers: bytes) -> None:
+            replicas.max_of_bytes = max_of_bytes
+            assert max_of_bytes(numbers) is not None
+            replicas.link._drop_group()
+
+        replicas.max_of_bytes = miss
+
+
+class StoppingByItself(pl.Callback):
+    """As a callback that does not ask the others."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1 and module.slot == 1 and not (module.folder / "ready-1-0-1").exists():
+            trainer.should_stop = True
+
+
+class StoppingOnce(Module):
+    """The monitored value of replica 1 does not improve, until it has come back."""
+
+    def validation_step(self, batch: Tensor) -> None:
+        improves = self.slot == 0 or (self.folder / "ready-1-0-1").exists()
+        self.log("val_loss", -float(self.trainer.global_step) if improves else 1.0)
+
+
+def missing_a_stop(folder: Path) -> list[pl.Callback]:
+    return [Missing(), EarlyStopping("val_loss", patience=1)]
+
+
+def stopping_by_itself(folder: Path) -> list[pl.Callback]:
+    return [StoppingByItself()]
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [pytest.param(missing_a_stop, marks=pytest.mark.long), stopping_by_itself],
+    ids=lambda made: made.__name__,
+)
+def test_a_replica_that_has_stopped_alone_comes_back(callbacks: Any, tmp_path: Path) -> None:
+    """The other one finds it at its next batch, and does not train on as if it had been killed."""
+    case = Case(num_epochs=4, num_batches=4)
+    may_end = [Kill(1, 0, "never")]
+    found = run_with_kills(case, may_end, tmp_path, train=Fit(StoppingOnce, callbacks, waits=True))
+    one, other = found[0][0], found[1][0]
+    assert_equal(one, other)
+    assert one["counters"] == other["counters"] == (4, 16)
+    assert (tmp_path / "ready-1-0-1").exists(), "it ended with an error"
+    assert members_by_step(logged_steps(tmp_path))[3, 3] == (0, 1)
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each 
 
 HEARTBEAT_S, SKEW_S, PATIENCE_S = 4.0, 60.0, 120.0
 """Long enough for processes that get a hundredth of a core, as on a machine with other work."""
-_seeding = threading.Lock()
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -50,12 +49,16 @@ class Case:
     minimum: int = 1
 
     def module(self) -> nn.Module:
-        with _seeding:  # threads have one generator
-            torch.manual_seed(7)
-            layers = [nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)]
-            if self.optimizer == "muon":
-                layers = [nn.Linear(8, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False)]
-            return nn.Sequential(*layers).to(self.dtype)
+        layers = [nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)]
+        if self.optimizer == "muon":
+            layers = [nn.Linear(8, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False)]
+        # Threads have one default generator, which the trial of an optimizer in another thread may seed meanwhile.
+        generator = torch.Generator().manual_seed(7)
+        for layer in (layer for layer in layers if isinstance(layer, nn.Linear)):
+            bound = layer.in_features**-0.5
+            for param in layer.parameters():
+                nn.init.uniform_(param, -bound, bound, generator=generator)
+        return nn.Sequential(*layers).to(self.dtype)
 
     def config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(**{"bucket_size": 300, **self.options})
@@ -105,9 +108,9 @@ class HookedLink(TorchftLink):
         self.hook("taking")
         super()._receive(state)
 
-    def confirm(self) -> bool:
+    def confirm(self, word: bytes) -> bool:
         self.hook("before meeting")
-        are_here = super().confirm()
+        are_here = super().confirm(word)
         self.num_sums = 0
         if are_here:
             self.hook("after meeting")

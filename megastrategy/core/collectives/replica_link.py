@@ -53,12 +53,14 @@ class ReplicaLink(ABC):
         """
 
     @abstractmethod
-    def confirm(self) -> bool:
-        """Returns whether the members of the last meeting have all come here again, instead of another meeting."""
+    def confirm(self, word: bytes) -> bool:
+        """Returns whether the members of the last meeting have all come here again, with one ``word``, instead of
+        another meeting."""
 
     @abstractmethod
     def undo_meeting(self) -> None:
-        """Goes back to the step at the last meeting or confirmation, and leaves the group: its members then fail."""
+        """Goes back to the step before the last meeting, or after a later vote, and leaves the group, whose members
+        then fail."""
 
     @abstractmethod
     def mean_(self, tensor: Tensor) -> None:

@@ -114,6 +114,7 @@ _ERRORS: dict[str, tuple[type[MegastrategyError], str]] = {
     ),
     "batch": (
         MicrobatchMismatchError,
-        f"it is at another batch than the others: it skipped a batch, or ran one twice. {_AGAIN}",
+        "it is at another batch than the others: it skipped a batch, ran one twice, or one of them has come to the end "
+        f"of its training and another has not. {_AGAIN}",
     ),
 }

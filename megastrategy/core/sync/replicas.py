@@ -15,10 +15,11 @@ step of the one before: the replicas meet, and none joins. What a replica that d
 optimizer has changed, which it takes over, and never a gradient that is still to be stepped with.
 
 [Note: a meeting of all replicas]
-If all replicas are members, none can join, and it is enough that the members hear of each other. They send a byte
-(:meth:`.ReplicaLink.confirm`), which takes a third of the time of a question to the lighthouse and needs no lighthouse.
-If one has ended, that fails, and the replicas meet. A replica that comes here has completed what it did before, such as
-a checkpoint that it writes for all.
+If all replicas are members, none can join, and it is enough that the members hear of each other. They send the number
+of their batch (:meth:`.ReplicaLink.confirm`), which takes a third of the time of a question to the lighthouse and needs
+no lighthouse. If one has ended, or has another number, that fails, and the replicas meet: the number is another one,
+too, where one has come to the end and the others have not. A replica that comes here has completed what it did before,
+such as a checkpoint that it writes for all.
 
 [Note: when the loop's state is taken]
 The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
@@ -410,11 +411,14 @@ class Replicas:
 
     def _are_all_there(self) -> bool:
         """Returns whether all replicas are members and have come here; see [Note: a meeting of all replicas]."""
-        if len(self.members) < self.of:
-            return False
-        is_missing = not self.watched(self.link.confirm)
-        if self._attached.ranks.max_of_bytes([is_missing]) == [0]:
-            return True
+        are_members = len(self.members) >= self.of
+        # Of fewer, a decision between two windows may have failed, perhaps for one rank only. The lighthouse has to
+        # make them another group.
+        has_failed = self.link.failure != ""
+        if are_members:
+            has_failed = not self.watched(lambda: self.link.confirm(self.facts().batch.to_bytes(8, "big")))
+        if self._attached.ranks.max_of_bytes([has_failed]) == [0]:
+            return are_members
         self.link.undo_meeting()
         return False
 
