@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -15,11 +16,17 @@ from .breakage import BREAKAGES, Breakage, read
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
+def dumped(path: Path) -> str:
+    return ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+
+
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.what)
 def test_a_fault_has_one_place_and_changes_what_is_run(breakage: Breakage) -> None:
     path, broken = breakage.apply(Path(megastrategy.__file__).parent)
-    compile(broken, path, "exec")
-    assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+    tree = ast.parse(broken)
+    assert ast.dump(tree) != dumped(path)
+    compile(tree, path, "exec")
     files = [argument for argument in breakage.tests if argument.startswith("tests/")]
     assert files
     for file in files:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner, Result
 
+from megastrategy.tools.commands import root
 from tests.support.patience import HANG_S
 
 pytest.importorskip("torchft", reason="replicas need torchft: pip install 'megastrategy[replicas]'")
@@ -23,6 +25,11 @@ FAST = ("--heartbeat", "2", "--skew", "20", "--patience", "60")
 def start(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megastrategy", "replicas", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=HANG_S)
+
+
+def start_here(*arguments: str | Path) -> Result:
+    """Without an interpreter for the command itself."""
+    return CliRunner().invoke(root, ["replicas", *map(str, arguments)])
 
 
 def block(text: str) -> str:
@@ -73,8 +80,8 @@ def test_the_example_kills_a_process_which_comes_back(tmp_path: Path) -> None:
 @pytest.mark.fresh
 def test_a_script_that_always_fails_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
-    done = start("--of", "1", "--restarts", "1", *FAST, "train.py", cwd=tmp_path)
-    assert done.returncode == 1
+    done = start_here("--of", "1", "--restarts", "1", *FAST, tmp_path / "train.py")
+    assert done.exit_code == 1
     assert "no replica came to the end" in done.stderr.splitlines()[-1]
     assert done.stderr.count("it is started again") == 1
 
@@ -127,9 +134,8 @@ def test_a_signal_ends_all_processes_with_one_line(signum: signal.Signals, tmp_p
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.fresh
 def test_wrong_time_outs_are_reported_by_their_options(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    done = start("--skew", "1", "train.py", cwd=tmp_path)
-    assert done.returncode == 2
+    done = start_here("--skew", "1", tmp_path / "train.py")
+    assert done.exit_code == 2
     assert done.stderr.startswith("Error: --skew=1: expected at least 5 seconds, the time of heartbeat")
