@@ -99,6 +99,7 @@ class Player:
         self.case, self.rank, self.ranks, self.clock = case, rank, ranks, clock
         self.norms: list[Tensor] = []
         self.read: list[Any] = []
+        self.left_forward = False  # whether a forward of the wrapper had no backward since
         self.model = Model(case)
         kind = GradScaler if isinstance(self, Ours) else torch.amp.GradScaler
         options: dict[str, Any] = {"init_scale": INITIAL_SCALE, "growth_interval": STEPS_TO_GROW}
@@ -187,11 +188,14 @@ class Player:
             if infinite == self.rank:
                 loss = loss * float("inf")
             self.scaler.scale(loss).backward()
+        self.left_forward = False
         self.clock.number += 1
 
     def play_code(self, name: str) -> Any:
-        if CODE[name].leaves_forward and self.ranks == 3:
+        row = CODE[name]
+        if (row.leaves_forward and self.ranks == 3) or (row.is_on_one_rank and self.left_forward):
             return None
+        self.left_forward |= row.leaves_forward
 
         def direct() -> Tensor:
             loss: Tensor = self.model(self.clock.step, self.clock.number, self.rank)
@@ -208,7 +212,7 @@ class Player:
             no_sync=self.wrapped.no_sync,
             seen=self.read,
         )
-        return CODE[name].run(site)
+        return row.run(site)
 
     def forward(self) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from megastrategy._replicas import start_lighthouse
-from megastrategy.core import Collectives
+from megastrategy.core import Collectives, SingleRankCollectives
 from megastrategy.errors import ReplicaMismatchError
 from tests.support.patience import HANG_S
 from tests.support.replicas import (
@@ -24,6 +25,7 @@ from tests.support.replicas import (
     Run,
     assert_equal,
     assert_replayed,
+    assert_together,
     members_by_step,
     prepare,
     results,
@@ -168,6 +170,58 @@ def test_a_replica_that_has_not_joined_delays_no_other() -> None:
     [[first], [second]] = results(run_replicas(case, job))
     assert_equal(first, second)
     assert second["steps"][-1][2] == (0, 1)
+
+
+ALREADY = r"slot=0 \(REPLICA_GROUP_ID\): another process is this replica already"
+
+
+def test_of_two_processes_that_begin_in_one_slot_one_ends() -> None:
+    """They would read the same data. The one that has ended begins again in the other slot."""
+    case, errors = Case(), list[str]()
+
+    def job(_: int, rank: int, address: str, collectives: Collectives) -> Any:
+        run = prepare(case, 0, rank, address, collectives)
+        try:
+            run.replicas.begin_batch()
+        except ReplicaMismatchError as error:
+            errors.append(str(error))
+            run = prepare(case, 1, rank, address, collectives)
+        run.train()
+        return run.outcome()
+
+    found = results(run_replicas(case, job))
+    [error] = errors
+    assert re.match(ALREADY, error)
+    assert_together(case, found)
+
+
+def test_a_process_that_joins_in_the_slot_of_another_one_ends() -> None:
+    case, is_coming = Case(num_batches=10), threading.Event()
+
+    def join(rank: int, address: str) -> None:
+        run = prepare(case, 0, rank, address, SingleRankCollectives(), lambda point: is_coming.set())
+        with pytest.raises(ReplicaMismatchError, match=ALREADY):
+            run.train()
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        third = threading.Thread(target=join, args=(rank, address))
+
+        def on_step(run: Run) -> None:
+            if len(run.steps) == 3:
+                if slot == 1:
+                    third.start()
+                assert is_coming.wait(HANG_S)
+                time.sleep(0.2)
+                run.replicas.link.fail()  # type: ignore[attr-defined] # otherwise no replica would ask the lighthouse
+
+        run = prepare(case, slot, rank, address, collectives)
+        run.train(on_step)
+        if slot == 1:
+            third.join(HANG_S)
+        return run.outcome()
+
+    found = results(run_replicas(case, job))
+    assert_together(case, found)
 
 
 def test_all_replicas_resume_from_a_checkpoint_of_one() -> None:

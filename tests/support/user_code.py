@@ -88,6 +88,8 @@ class UserCode:
         forwards: whether it calls the wrapper's forward.
         leaves_forward: whether it leaves a forward without its backward. Torch DDP then averages the next backward
             under no_sync() too, and once more with the last: on three ranks thirds of thirds are rounded.
+        is_on_one_rank: whether it runs a backward on one rank only. After a forward without its backward that one
+            waits for the other ranks, as under torch DDP.
     """
 
     run: Code
@@ -100,6 +102,7 @@ class UserCode:
     needs_whole_grads: bool = False
     forwards: bool = False
     leaves_forward: bool = False
+    is_on_one_rank: bool = False
 
     @property
     def torch_ddp_refuses(self) -> bool:
@@ -464,7 +467,7 @@ def local_backward_that_is_dropped(site: Site) -> None:
     site.optimizer.zero_grad()
 
 
-@row("after step")
+@row("after step", is_on_one_rank=True)
 def local_backward_on_the_first_rank(site: Site) -> None:
     site.optimizer.zero_grad()
     if site.rank == 0:

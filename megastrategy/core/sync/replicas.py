@@ -450,8 +450,10 @@ class Replicas:
                 failed = ranks.max_of_bytes([every is None]) != [0]
                 if every is not None and not failed:
                     self.check(every[0])
+                    has_twins = self._find_twins(is_newest=state is not None, starts=not has_started)
                     self.notice = every[1].rstrip(b"\0")
-                    if any(Flag.STARTS in facts.flags for facts in every[0]) and len(self.members) >= minimum:
+                    may_start = any(Flag.STARTS in facts.flags for facts in every[0]) and not has_twins
+                    if may_start and len(self.members) >= minimum:
                         self._has_started = True
                         return
             if is_late:
@@ -463,6 +465,20 @@ class Replicas:
             if failed:
                 self.link.undo_meeting()
             time.sleep(_AGAIN_S)
+
+    def _find_twins(self, *, is_newest: bool, starts: bool) -> bool:
+        """Returns whether two members have one slot, after an exchange: one that was killed may be a member till then.
+
+        Raises:
+            ReplicaMismatchError: in that one of them that came last.
+        """
+        is_second = self.members.index(self.slot) != self.link.place
+        if self.members.count(self.slot) > 1 and (is_newest or (starts and is_second)):
+            raise ReplicaMismatchError(
+                f"slot={self.slot} (REPLICA_GROUP_ID): another process is this replica already, and both would read "
+                f"the same data. Give each replica a number of its own, from 0 to {self.of - 1}"
+            )
+        return len(set(self.members)) < len(self.members)
 
     def _first_facts(self, *, starts: bool) -> ReplicaFacts:
         if self._history == bytes(WORD):
