@@ -194,6 +194,7 @@ def test_groups_stay_as_long_as_an_optimizer_needs_them() -> None:
     assert run_processes(2, _wrap_with_optimizers_that_stay) == [(3, 2, 1, 0)] * 2
 
 
+@pytest.mark.real_collectives("is about gloo's thread")
 def test_a_collected_model_does_not_close_given_collectives() -> None:
     """One group serves all fits of a process, and an earlier fit's model may be collected within a later one."""
 
