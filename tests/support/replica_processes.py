@@ -71,13 +71,14 @@ class Place:
     def wait_for_others(self, replicas: Replicas) -> None:
         """Returns at once if all are there, else when those that are gone have come back once.
 
-        If they have been killed again since, it waits for a moment only.
+        If they have been killed again since, or have come to their end, it waits for a moment only.
         """
         if len(replicas.members) == self.case.of:
             return
         deadline = time.monotonic() + HANG_S / 2
         for slot in set(range(self.case.of)) - set(replicas.members):
-            while not (self.folder / f"ready-{slot}-0-1").exists() and time.monotonic() < deadline:
+            back_or_done = self.folder / f"ready-{slot}-0-1", self.folder / f"{slot}-0.pt"
+            while not any(path.exists() for path in back_or_done) and time.monotonic() < deadline:
                 time.sleep(0.02)
         time.sleep(0.3)
 
