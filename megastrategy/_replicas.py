@@ -280,13 +280,6 @@ class TorchftLink(core.ReplicaLink):
         state, self._received = self._received, None
         return state
 
-    def confirm(self, word: bytes) -> bool:
-        # All have one word if the maxima of their words and of the complements are those of each.
-        sent = torch.frombuffer(bytearray([*word, *(255 - byte for byte in word)]), dtype=torch.uint8)
-        received = sent.clone()
-        self.max_(received)
-        return not self.failure and torch.equal(received, sent)
-
     def _unreachable(self, error: Exception) -> core.CollectiveError:
         address = urllib.parse.urlsplit(self._lighthouse)
         try:

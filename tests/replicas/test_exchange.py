@@ -323,7 +323,7 @@ def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     assert all(len(each["steps"]) == case.num_batches + 2 for each in found)
 
 
-def test_a_vote_that_differs_is_skipped_and_a_schedule_steps_once() -> None:
+def test_a_vote_that_differs_is_adopted_and_a_schedule_steps_once() -> None:
     case = Case(num_epochs=1, num_batches=6)
     schedulers: dict[int, Any] = {}
     failures = threading.local()

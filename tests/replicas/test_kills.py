@@ -8,20 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replica_processes import Kill, logged_steps, run_with_kills
+from tests.support.replica_processes import POINTS, Kill, logged_steps, run_with_kills
 from tests.support.replicas import Case, assert_equal, assert_replayed, members_by_step
-
-POINTS = (
-    "before meeting",
-    "after meeting",
-    "before sum 0",
-    "after sum 0",
-    "before sum 1",
-    "after sum 1",
-    "before vote",
-    "after vote",
-    "after step",
-)
 
 
 def check(case: Case, kills: list[Kill], folder: Path, **options: Any) -> dict[tuple[int, int], tuple[int, ...]]:

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills, train_plainly
+from tests.support.replica_processes import POINTS, Kill, Place, logged_steps, run_with_kills, train_plainly
 from tests.support.replicas import HEARTBEAT_S, Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
-
-from .test_kills import POINTS
 
 TIMEOUT_S = 1700.0
 _LAST_KILLS_EPOCH, _PAUSE_S, _STEPS_OF_A_LIFE = 7, 0.25, 40

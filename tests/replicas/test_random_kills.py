@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.random_kills import OPTIONS, POINTS, RARE_POINTS, STOPPED_S, Program, check
+from tests.support.random_kills import OPTIONS, RARE_POINTS, STOPPED_S, Program, check
+from tests.support.replica_processes import POINTS
 
 
 def test_every_form_and_point_is_drawn() -> None:

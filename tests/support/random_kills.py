@@ -11,21 +11,11 @@ from typing import Any
 
 import torch
 
-from .replica_processes import Kill, Place, logged_steps, run_with_kills
-from .replicas import Case, Hook, Run, assert_equal, assert_replayed, members_by_step, prepare
+from megastrategy.core import Replicas
 
-POINTS = (
-    "before meeting",
-    "after meeting",
-    "before sum 0",
-    "after sum 0",
-    "before sum 1",
-    "after sum 1",
-    "before vote",
-    "after vote",
-    "after step",
-)
-"""Of each step."""
+from .replica_processes import POINTS, Kill, Place, logged_steps, run_with_kills, train_plainly
+from .replicas import Case, Hook, assert_equal, assert_replayed, members_by_step
+
 RARE_POINTS = ("question", "before meeting again", "after meeting again", "serving", "asking", "taking")
 """Only where a replica is missing, or comes back."""
 SKEW_S, STOPPED_S = 20.0, (1.0, 45.0)
@@ -103,28 +93,20 @@ def check(program: Program, folder: Path) -> str:
 
 
 def train(place: Place, hook: Hook) -> Any:
-    """As :func:`~.replica_processes.train_plainly`, but it waits for a replica each time that one is missing."""
-    run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
+    """Trains, and waits for a replica each time that one is missing."""
     num_starts: dict[int, int] = {}
 
     def count_starts(slot: int) -> int:
         return len(list(place.folder.glob(f"ready-{slot}-0-*")))
 
-    with place.log() as log:
+    def wait_for_others(place: Place, replicas: Replicas) -> None:
+        num_starts.update({slot: count_starts(slot) for slot in replicas.members})
+        missing = set(range(place.case.of)) - set(replicas.members)
+        deadline = time.monotonic() + ABSENCE_S
+        while any(count_starts(slot) <= num_starts.get(slot, 0) for slot in missing):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        time.sleep(0.3 if missing else 0.0)
 
-        def on_step(run: Run) -> None:
-            if not place.case.ends_window(run.replicas.batch):
-                return
-            log(run.steps[-1])
-            hook("after step")
-            num_starts.update({slot: count_starts(slot) for slot in run.replicas.members})
-            missing = set(range(place.case.of)) - set(run.replicas.members)
-            deadline = time.monotonic() + ABSENCE_S
-            while any(count_starts(slot) <= num_starts.get(slot, 0) for slot in missing):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-            time.sleep(0.3 if missing else 0.0)
-
-        run.train(on_step)
-    return run.outcome()
+    return train_plainly(place, hook, wait_for_others)

@@ -23,6 +23,18 @@ from megastrategy.core import Replicas
 from .patience import HANG_S
 from .replicas import HEARTBEAT_S, SKEW_S, Case, Hook, Run, lighthouse, prepare
 
+POINTS = (
+    "before meeting",
+    "after meeting",
+    "before sum 0",
+    "after sum 0",
+    "before sum 1",
+    "after sum 1",
+    "before vote",
+    "after vote",
+    "after step",
+)
+"""Of each step."""
 SOON_S = 120.0
 """Within so many seconds a rank ends by itself, after another of its replica was killed."""
 
@@ -195,7 +207,9 @@ def _rank(place: Place, kills: Sequence[Kill], train: Train) -> None:
     dist.destroy_process_group()
 
 
-def train_plainly(place: Place, hook: Hook) -> Any:
+def train_plainly(
+    place: Place, hook: Hook, wait_for_others: Callable[[Place, Replicas], None] = Place.wait_for_others
+) -> Any:
     run = prepare(place.case, place.slot, place.rank, place.address, None, hook, skew_s=place.skew_s)
     with place.log() as log:
 
@@ -204,7 +218,7 @@ def train_plainly(place: Place, hook: Hook) -> Any:
                 return
             log(run.steps[-1])
             hook("after step")
-            place.wait_for_others(run.replicas)
+            wait_for_others(place, run.replicas)
 
         run.train(on_step)
     return run.outcome()

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .interface import Collectives
@@ -53,11 +54,6 @@ class ReplicaLink(ABC):
         """
 
     @abstractmethod
-    def confirm(self, word: bytes) -> bool:
-        """Returns whether the members of the last meeting have all come here again, with one ``word``, instead of
-        another meeting."""
-
-    @abstractmethod
     def undo_meeting(self) -> None:
         """Goes back to the step before the last meeting, or after a later vote, and leaves the group, whose members
         then fail."""
@@ -69,6 +65,19 @@ class ReplicaLink(ABC):
     @abstractmethod
     def max_(self, numbers: Tensor) -> None:
         """Replaces ``numbers`` (uint8) by their maxima over the members; after a failure they are undefined."""
+
+    def max_of_bytes(self, numbers: bytes) -> bytes | None:
+        """Returns the maxima over the members, byte by byte; None if one has failed. All send as many."""
+        found = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+        self.max_(found)
+        return None if self.failure else bytes(found.tolist())
+
+    def confirm(self, word: bytes) -> bool:
+        """Returns whether the members of the last meeting have all come here again, with one ``word``, instead of
+        another meeting."""
+        # All have one word if the maxima of their words and of the complements are those of each.
+        sent = bytes([*word, *(255 - byte for byte in word)])
+        return self.max_of_bytes(sent) == sent
 
     @abstractmethod
     def vote(self) -> bool:

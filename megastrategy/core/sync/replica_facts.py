@@ -12,8 +12,6 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
 from ..collectives import ReplicaLink
 from ..errors import LayoutMismatchError, MegastrategyError, MicrobatchMismatchError, ReplicaMismatchError
 
@@ -69,18 +67,11 @@ def exchange(link: ReplicaLink, own: ReplicaFacts, numbers: bytes) -> tuple[list
     num, place = len(link.members), link.place
     row = _ROW.pack(*(getattr(own, field.name) for field in dataclasses.fields(own)))
     data = bytes(_ROW.size * place) + row + bytes(_ROW.size * (num - place - 1)) + numbers
-    received = max_of_bytes(link, data)
+    received = link.max_of_bytes(data)
     if received is None:
         return None
     rows = [ReplicaFacts(*values) for values in _ROW.iter_unpack(received[: _ROW.size * num])]
     return [dataclasses.replace(row, flags=Flag(row.flags)) for row in rows], received[_ROW.size * num :]
-
-
-def max_of_bytes(link: ReplicaLink, numbers: bytes) -> bytes | None:
-    """Returns the maxima over the members, byte by byte; None if one has failed. All send as many."""
-    found = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
-    link.max_(found)
-    return None if link.failure else bytes(found.tolist())
 
 
 def check_facts(every: Sequence[ReplicaFacts], place: int, slot: int) -> None:

@@ -44,7 +44,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..collectives import Collectives, ReplicaLink, Worker
 from ..errors import CollectiveError, ReplicaMismatchError
-from .replica_facts import NO_FLAGS, WORD, Flag, ReplicaFacts, check_facts, exchange, max_of_bytes
+from .replica_facts import NO_FLAGS, WORD, Flag, ReplicaFacts, check_facts, exchange
 
 T = TypeVar("T")
 
@@ -326,15 +326,19 @@ class Replicas:
     def facts(self, *, flags: Flag = NO_FLAGS) -> ReplicaFacts:
         """Returns this replica's facts, without those of a backward."""
         digest = self._attached.layout_digest()
+        return ReplicaFacts(self._history, digest, self._numbers, self._batch_number, flags=flags)
+
+    @property
+    def _batch_number(self) -> int:
         epoch, batch = self._taken.get("place", (self.epoch, self.batch))
-        return ReplicaFacts(self._history, digest, self._numbers, epoch * 2**32 + batch, flags=flags)
+        return int(epoch * 2**32 + batch)
 
     def max_of_bytes(self, numbers: bytes) -> bytes | None:
         """Returns the maxima over the replicas, byte by byte; None if one has ended.
 
         The ranks at one place of all replicas call it alike, with as many bytes, at one point of the training.
         """
-        return self.watched(lambda: max_of_bytes(self.link, numbers))
+        return self.watched(lambda: self.link.max_of_bytes(numbers))
 
     def check(self, every: Sequence[ReplicaFacts]) -> None:
         """Raises the error of this replica if its facts are not those of most members."""
@@ -416,7 +420,7 @@ class Replicas:
         # make them another group.
         has_failed = self.link.failure != ""
         if are_members:
-            has_failed = not self.watched(lambda: self.link.confirm(self.facts().batch.to_bytes(8, "big")))
+            has_failed = not self.watched(lambda: self.link.confirm(self._batch_number.to_bytes(8, "big")))
         if self._attached.ranks.max_of_bytes([has_failed]) == [0]:
             return are_members
         self.link.undo_meeting()
@@ -450,9 +454,9 @@ class Replicas:
                 failed = ranks.max_of_bytes([every is None]) != [0]
                 if every is not None and not failed:
                     self.check(every[0])
-                    has_twins = self._find_twins(is_newest=state is not None, starts=not has_started)
+                    is_shared = self._is_a_slot_shared(is_newest=state is not None, starts=not has_started)
                     self.notice = every[1].rstrip(b"\0")
-                    may_start = any(Flag.STARTS in facts.flags for facts in every[0]) and not has_twins
+                    may_start = any(Flag.STARTS in facts.flags for facts in every[0]) and not is_shared
                     if may_start and len(self.members) >= minimum:
                         self._has_started = True
                         return
@@ -466,7 +470,7 @@ class Replicas:
                 self.link.undo_meeting()
             time.sleep(_AGAIN_S)
 
-    def _find_twins(self, *, is_newest: bool, starts: bool) -> bool:
+    def _is_a_slot_shared(self, *, is_newest: bool, starts: bool) -> bool:
         """Returns whether two members have one slot, after an exchange: one that was killed may be a member till then.
 
         Raises:
