@@ -133,7 +133,6 @@ def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: flo
         min_replicas=minimum,
         join_timeout_ms=int(1000 * skew_s),
         heartbeat_timeout_ms=int(1000 * heartbeat_s),
-        quorum_tick_ms=20,
     )
 
 
@@ -208,6 +207,7 @@ class TorchftLink(core.ReplicaLink):
     def join(self, ranks: core.Collectives, state: Callable[[], Any]) -> None:
         torchft = _torchft("torchft")
         self._check_timeout_of(ranks)
+        self._ranks = ranks
         # A store of its own: that of the launcher may have the addresses of a process that has ended.
         if ranks.rank == 0:
             self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -328,13 +328,16 @@ class TorchftLink(core.ReplicaLink):
         self._group.abort()
 
     def vote(self) -> bool:
-        try:
-            voted = bool(self._manager.should_commit(timeout=timedelta(seconds=self._patience_s)))
-        except (RuntimeError, TimeoutError) as error:
-            raise self._unreachable(error) from error
-        self._step_before = self._manager.current_step()
-        if not voted:
+        # Manager.should_commit asks the same of the ranks through a server, which takes 0.9 ms.
+        voted = self._ranks.max_of_bytes([self.failure != ""]) == [0]
+        self._transport.disallow_checkpoint()  # later requests wait for the next state
+        if voted:
+            self._manager.load_state_dict({"step": self.step + 1, "batches_committed": 0})
+            self._manager._commit_failures = 0
+        else:
+            self._manager._commit_failures += 1
             self._drop_group()  # members that voted yes would wait for this one in their next meeting
+        self._step_before = self.step
         return voted
 
     def leave(self) -> None:

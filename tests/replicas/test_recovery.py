@@ -108,6 +108,30 @@ def test_state_is_taken_over_in_every_form(name: str) -> None:
         assert [has_part for *_, has_part in theirs["steps"]] == [True, True, False, *[True] * 5]
 
 
+def test_a_state_that_is_asked_for_early_is_waited_for() -> None:
+    """Replicas that have met ask at once, and the one that sends may have served an older state before."""
+    case = Case(num_epochs=1, num_batches=6)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        points: list[str] = []
+
+        def hook(point: str) -> None:
+            points.append(point)
+            if slot == 1 and point == "before vote" and points.count(point) in (2, 4):
+                run.replicas.link.fail()  # type: ignore[attr-defined]
+            if point == "serving":
+                time.sleep(0.3)  # the other one has asked by then
+
+        run = prepare(case, slot, rank, address, collectives, hook)
+        run.train()
+        return run.outcome() | {"points": points}
+
+    [[first], [second]] = results(run_replicas(case, job))
+    assert_equal(first, second)
+    assert [has_part for *_, has_part in second["steps"]] == [True, False, True, False, True, True]
+    assert (first["points"].count("serving"), second["points"].count("asking")) == (2, 2)
+
+
 @pytest.mark.parametrize("name", ["fp32", "main params", "everything narrow", "whole parameters"])
 def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_the_running_ones(name: str) -> None:
     """As one that has loaded an old checkpoint; it must not overwrite what the others have."""

@@ -354,7 +354,7 @@ class Replicas:
 
         Collective over them.
         """
-        if not self.watched(self.link.vote):
+        if not self.link.vote():
             return False
         self._history = _chained(self._history, repr((self.link.step, self.members)))
         self._phase = "between"
