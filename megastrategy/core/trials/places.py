@@ -112,7 +112,8 @@ def of_generator(where: str, value: Any) -> Place | None:
     """A generator of random numbers: torch's, numpy's or Python's."""
     if (names := methods_of_generator(value)) is not None:
         return Place(where, getattr(value, names[0]), getattr(value, names[1]))
-    if (bits := getattr(value, "bit_generator", None)) is not None:
+    if hasattr(type(value), "bit_generator"):
+        bits = value.bit_generator
         return Place(where, lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
     return None
 

@@ -79,9 +79,12 @@ class Copier:
 
 
 def methods_of_generator(value: Any) -> tuple[str, str] | None:
-    """Returns the names of the methods that get and set the state of a random generator; None for other objects."""
+    """Returns the names of the methods that get and set the state of a random generator; None for other objects.
+
+    Looks at the class: an object may have every name, or raise for those that it does not know.
+    """
     pairs = ("getstate", "setstate"), ("get_state", "set_state")
-    return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
+    return next((pair for pair in pairs if all(callable(getattr(type(value), name, None)) for name in pair)), None)
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:

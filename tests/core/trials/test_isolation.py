@@ -181,6 +181,17 @@ def test_a_step_that_changes_nothing_outside_may_be_several_calls() -> None:
     assert findings.in_parts
 
 
+def test_an_object_that_raises_for_names_that_it_does_not_know_is_no_generator() -> None:
+    class Strict:
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise ValueError(f"{name!r} is not registered")
+
+    strict = Strict()
+    assert probe(make(lambda o: strict), CPU, torch.float32).reason is None
+
+
 def rates() -> Iterator[float]:
     for number in itertools.count():
         yield 1.0 / (1 + number)
