@@ -1,6 +1,6 @@
 """One intra-op thread everywhere: ranks are threads or processes here, and share two cores.
 
-Processes of ranks are forks of one server a worker, which imports the frameworks when the first of them is asked for.
+Processes of ranks are forks of one server, which all workers share.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .support import chosen_collectives
+from .support import chosen_collectives, shared_fork_server
 from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
@@ -49,7 +50,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Called by xdist for each worker, before it starts."""
+    node.workerinput["fork_server"] = shared_fork_server.start()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if (server := getattr(config, "workerinput", {}).get("fork_server")) is not None:
+        shared_fork_server.use(*server)
     choice = chosen_collectives.Choice.of(config)
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
