@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,6 +11,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -23,6 +26,7 @@ from megastrategy.core.errors import (
     OptimizerNotShardableError,
     ParameterChangedError,
 )
+from tests.support import processes
 from tests.support.models import two_layers
 from tests.support.optimizers import GloballyNormalised
 from tests.support.ports import free_port
@@ -301,36 +305,26 @@ def test_a_rank_that_dies_in_backward_ends_the_others_with_a_reason() -> None:
     assert "did not complete" in str(survivor)
 
 
-@pytest.mark.fresh
+def killed_in_a_step() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(two_layers())
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        if (step, dist.get_rank()) == (2, 1):
+            model.module[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+
+
 def test_a_killed_process_ends_the_others_with_a_reason() -> None:
     """Real processes and SIGKILL, in the middle of a step."""
-    script = textwrap.dedent(
-        """
-        import datetime, os, signal, sys, torch
-        import torch.distributed as dist
-        from megastrategy import DistributedDataParallel, DistributedOptimizer
-        rank = int(sys.argv[1])
-        torch.set_num_threads(1)
-        timeout = datetime.timedelta(seconds=60)
-        store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0, timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(10, 33), torch.nn.Linear(33, 7)))
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 10)).sum()
-            if step == 2 and rank == 1:
-                model.module[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-            loss = model(torch.ones(2, 10)).sum()
-            loss.backward()
-            optimizer.step()
-        """
-    )
     start = time.monotonic()
-    (survivor_code, survivor), (killed_code, killed) = run_processes(script)
+    with pytest.raises(AssertionError) as raised:
+        processes.run_processes(2, killed_in_a_step, timeout_s=60.0)
     assert time.monotonic() - start < 45
-    assert killed_code == -9, killed
-    assert survivor_code == 1
+    survivor, killed = str(raised.value).split("\nrank 1:")
+    assert "the process ended without a result" in killed
     assert "CollectiveError: rank 0 of 2" in survivor
 
 
