@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_are_equal_to_a_replay_in_one_process(name: str) -> None:
     case = CASES[name]
@@ -82,6 +83,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FORMS)
 def test_state_is_taken_over_in_every_form(name: str) -> None:
     """In the third step the second replica's vote says no after the other's has said yes."""
@@ -132,6 +134,7 @@ def test_a_state_that_is_asked_for_early_is_waited_for() -> None:
     assert (first["points"].count("serving"), second["points"].count("asking")) == (2, 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["fp32", "main params", "everything narrow", "whole parameters"])
 def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_the_running_ones(name: str) -> None:
     """As one that has loaded an old checkpoint; it must not overwrite what the others have."""

@@ -42,7 +42,7 @@ class Run:
     options: tuple[tuple[str, Any], ...] = ()
     groups: int = 1
     accumulate: int = 1
-    steps: int = 12
+    steps: int = 8
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float32
     used: Literal["some", "same", "all"] = "some"

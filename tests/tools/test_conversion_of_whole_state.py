@@ -55,7 +55,7 @@ def save_both_ways(folder: Path, make: Make, width: int, dtype: torch.dtype) -> 
         fabric.save(folder / kind, {"net": model, "optimizer": optimizer, "step": 2})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "width", "dtype"),
     [

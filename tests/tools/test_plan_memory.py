@@ -137,7 +137,7 @@ def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
     return peaks
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model",
     [

@@ -158,8 +158,6 @@ def peak(case: Case) -> int:
         pytest.param(
             [
                 Case((3, 2, 1), "1F1B", "middle"),
-                Case((2, 2, 2), "GPipe", "nothing", kind="activations"),
-                Case((2, 2, 2), "1F1B", "nothing", kind="dropout"),
                 Case((2, 3, 1), "GPipe", "nothing", kind="views"),
             ],
             id="short",

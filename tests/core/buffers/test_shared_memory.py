@@ -90,6 +90,7 @@ def test_readers_see_every_step(size: int, options: dict[str, Any], share_at: in
         assert all(map(torch.equal, mine, reference))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"store_param_remainders": True}, {"param_wire_dtype": "bf16"}, {"overlap_param_gather": "forward"}],

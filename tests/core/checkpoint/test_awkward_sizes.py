@@ -81,7 +81,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("shapes", "optimizers"), cases())
 def test_parameters_of_one_element_and_of_none(shapes: list[tuple[int, ...]], optimizers: list[MakeOptimizer]) -> None:
     """A counter and the state of one element have one shape; still everything comes back, from DDP and from ours."""

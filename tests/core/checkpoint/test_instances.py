@@ -62,7 +62,7 @@ def save_in_one_way_and_load_in_another(folder: Path, dtype: torch.dtype, writer
     reading.train(range(3, 4))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("writer", "reader"),

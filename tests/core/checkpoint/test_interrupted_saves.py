@@ -129,6 +129,7 @@ def interrupt_save(path: Path, on: tuple[int, ...], how: str) -> None:
     assert "of rank 1" in OpenDirectory(path).read("model")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("on", "how"),
     [

@@ -85,6 +85,7 @@ class Training:
         self.optimizer.load_sharded(path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [adamw, lamb, shampoo, muon_and_adamw_groups])
 @pytest.mark.parametrize(
     ("dtype", "options"),

@@ -148,6 +148,7 @@ def train(case: Case, folder: Path, steps: range, *, resume: bool, kill_at: int 
     return outcome
 
 
+@pytest.mark.long
 def test_a_run_whose_stage_is_killed_ends_on_all_ranks_and_resumes_to_the_bit(tmp_path: Path) -> None:
     case = Case((2, 4), tied=True, steps=STEPS)
     expected = run_processes(4, functools.partial(train, resume=False), case, tmp_path / "uncut", range(STEPS))

@@ -66,6 +66,7 @@ def test_a_file_without_remainders_leaves_none() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [adamw, matrices_and_rest])
 @pytest.mark.parametrize(("size", "other"), [(2, 3), (3, 2), (4, 1), (2, 2)])
 def test_directories_have_remainders_for_any_number_of_ranks(

@@ -55,6 +55,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("size", [2, 1])

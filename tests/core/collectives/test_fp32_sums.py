@@ -63,6 +63,7 @@ def train(rank: int, group: ProcessGroup, options: dict[str, Any]) -> tuple[list
     return [*weights, *state.values()], sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"average_in_collective": True}, {"overlap_param_gather": "forward"}], ids=str)
 def test_half_the_bytes_give_the_same_bits(options: dict[str, Any]) -> None:
     """On two ranks, where the sum has one order, and for gradients of one microbatch, which come in 16 bits."""

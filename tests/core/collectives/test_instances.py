@@ -134,7 +134,7 @@ def test_scaling_the_sum_rounds_once() -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"overlap_param_gather": False}, {"overlap_param_gather": "forward"}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("writer", "reader"), [("two instances", way) for way in WAYS] + [(way, "two instances") for way in list(WAYS)[1:]]

@@ -75,6 +75,7 @@ class Reserved(ThreadMode):
         self._used[reference.cdata] = reference, block
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"grad_reduce_in_fp32": False})],

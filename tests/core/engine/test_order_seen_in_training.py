@@ -136,7 +136,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_is_the_same_to_the_bit(case: Case) -> None:
     assert_same_bits(train(case, 2, moving=True), train(case, 2, moving=False))
@@ -384,6 +384,7 @@ def assert_same_save(mine: Saved, theirs: Saved) -> None:
 RESUMED = {"AdamW": Case(), "momentum": Case(make=momentum), "main params": Case(make=groups, dtype=torch.bfloat16)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
 def test_a_run_that_resumes_goes_on_to_the_bit(case: Case, before: bool, after: bool) -> None:

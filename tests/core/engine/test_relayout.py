@@ -131,6 +131,7 @@ def test_training_does_not_notice_when_it_was(
         assert_same(trained(make, dtype, when, options), reference)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("when", MOMENTS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_parameters_that_had_joined_find_their_place_among_the_others(when: str, dtype: torch.dtype) -> None:

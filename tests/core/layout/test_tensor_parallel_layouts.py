@@ -88,8 +88,8 @@ def wired(
 
 KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "offload_optimizer_states": True}
 SHORT = [
-    wired("reduce-scatter", WIRES[0], steps=4),
-    wired("reduce-scatter", KEPT, torch.bfloat16, steps=4),
+    wired("reduce-scatter", WIRES[0], steps=2),
+    wired("reduce-scatter", KEPT, torch.bfloat16, steps=2),
 ]
 EVERY = [
     wired(mode, wire, dtype, sequence_parallel=sequence_parallel)

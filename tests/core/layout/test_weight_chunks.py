@@ -131,7 +131,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.sample(9)
+@pytest.mark.sample(2)
 def test_weights_stay_where_cudnn_wants_them(dtype: torch.dtype, kind: str, case: str) -> None:
     """When the model is wrapped, after each step, in the move that the first may end with, and when it is closed; and
     training is what it is with weights that lie anywhere."""

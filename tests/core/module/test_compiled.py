@@ -63,6 +63,7 @@ def test_the_model_is_one_graph_and_the_engine_is_not_traced() -> None:
     assert compiled_of_ours() <= {"_call_module", "forward"}, "forward is looked at, and skipped"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options", [{}, {"overlap_param_gather": "forward"}, {"use_distributed_optimizer": False}], ids=str
 )

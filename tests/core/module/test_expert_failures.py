@@ -48,6 +48,7 @@ def scaled_steps(culprit: int, options: tuple[tuple[str, Any], ...]) -> tuple[li
     return skipped, scaler.get_scale(), after
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("culprit", "options"), [(0, ()), (3, ()), (2, ALL_REDUCE)], ids=str)
 def test_an_infinite_gradient_of_one_ranks_expert_skips_the_step_on_all(
     culprit: int, options: tuple[tuple[str, Any], ...]
@@ -77,6 +78,7 @@ def end_in_the_exchange(way: str) -> None:
     trainee.train(range(1, 3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "reason"), [("killed", "the process ended without a result"), ("raises", "no more tokens")]
 )

@@ -90,7 +90,17 @@ SIZES = {
         "and AdamW": Case(4, shallow_steps=(0, 1, 2), steps=8, optimizer="adamw"),
     },
 }
-PAIRS = [(size, name) for size, cases in SIZES.items() for name in cases]
+SHORT = [
+    (6, "5 experts on 3 x 2"),
+    (4, "3 reductions, and a move after the first"),
+    (4, "and pooled, in buckets that fill the staging buffers"),
+    (4, "and reentrant, so that gradients are late"),
+]
+PAIRS = [
+    pytest.param(size, name, marks=[] if (size, name) in SHORT else pytest.mark.long)
+    for size, cases in SIZES.items()
+    for name in cases
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +112,6 @@ def by_size(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Outcome]
     }
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize(("size", "name"), PAIRS)
 def test_any_number_of_ranks_trains_as_one_process(
     by_size: dict[int, list[dict[str, Outcome]]], size: int, name: str
@@ -146,10 +155,10 @@ def test_one_expert_rank_has_the_bits_of_a_model_without_a_mesh() -> None:
 # --- buckets and what trains -----------------------------------------------------------------------------------------
 
 
-def train_and_move() -> dict[str, Outcome]:
+def train_and_move(cases: dict[str, Case]) -> dict[str, Outcome]:
     """Moves all buckets to the order of registration, and a step later back to the reverse."""
     found = {}
-    for name, case in MOVED.items():
+    for name, case in cases.items():
         trainee = Trainee.make(case)
         engine, norms = trainee.model.engine, list[float]()
         for step in range(case.steps):
@@ -172,9 +181,13 @@ MOVED = {
 }
 
 
-def test_buckets_of_experts_move() -> None:
-    found = run_processes(RANKS, train_and_move)
-    for name, case in MOVED.items():
+@pytest.mark.parametrize(
+    "names", [["uneven", "instances"], pytest.param([*MOVED], marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_buckets_of_experts_move(names: list[str]) -> None:
+    cases = {name: MOVED[name] for name in names}
+    found = run_processes(RANKS, train_and_move, cases)
+    for name, case in cases.items():
         assert_equal([by_case[name] for by_case in found], train_alone(case, RANKS), 1e-6)
 
 
@@ -235,7 +248,7 @@ def train_with_balanced_routers(case: Case) -> tuple[dict[str, Tensor], Tensor]:
     trainee = Trainee.make(case)
     layer = trainee.module.layers[0]
     assert isinstance(layer, Experts)
-    for step in range(10):
+    for step in range(5):
         trainee.optimizer.zero_grad()
         counts = torch.zeros(case.num_experts)
         for number in range(case.microbatches):
@@ -259,7 +272,7 @@ def test_a_router_whose_bias_follows_the_load_of_all_ranks_is_that_of_one_proces
     layer = module.layers[0]
     assert isinstance(layer, Experts)
     optimizer = case.make_optimizer(module.parameters())
-    for step in range(10):
+    for step in range(5):
         optimizer.zero_grad()
         counts = torch.zeros(case.num_experts)
         for number in range(case.microbatches):
@@ -327,13 +340,22 @@ def train_each_moved(cases: Sequence[Case]) -> list[list[Outcome]]:
     return [[train_moved(move, case) for move in (to_same, to_other_memory)] for case in cases]
 
 
-def test_a_module_that_is_moved_trains_as_one_process() -> None:
-    cases = [
-        Case(2, microbatches=2, steps=3),
-        Case(4, num_experts=5, microbatches=2, steps=3),
-        Case(2, microbatches=2, steps=3, options=ALL_REDUCE),
-        Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", "forward"),)),
-    ]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [Case(4, num_experts=5, microbatches=2, steps=3)],
+        pytest.param(
+            [
+                Case(2, microbatches=2, steps=3),
+                Case(2, microbatches=2, steps=3, options=ALL_REDUCE),
+                Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", "forward"),)),
+            ],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["uneven", "others"],
+)
+def test_a_module_that_is_moved_trains_as_one_process(cases: list[Case]) -> None:
     ranks = run_processes(RANKS, train_each_moved, cases)
     for number, case in enumerate(cases):
         for way in range(2):

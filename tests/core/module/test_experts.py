@@ -124,6 +124,7 @@ def read_gradients(case: Case) -> tuple[dict[str, Any], dict[float, Any]]:
     return found, norms
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [(), ALL_REDUCE, (("num_distributed_optimizer_instances", 2),)], ids=str)
 def test_gradients_and_their_norms_are_those_of_one_process(options: tuple[tuple[str, Any], ...]) -> None:
     case = Case(2, options=options)
@@ -209,6 +210,7 @@ def norm_of_weights(options: tuple[tuple[str, Any], ...]) -> float:
     return norm
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [(), ALL_REDUCE, (("num_distributed_optimizer_instances", 2),)], ids=str)
 def test_frozen_experts_of_all_ranks_count_once_in_the_norm_of_weights(options: tuple[tuple[str, Any], ...]) -> None:
     weights = [param.detach().flatten() for param in make_module(Case(2, num_experts=5)).parameters()]

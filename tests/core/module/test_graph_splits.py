@@ -85,14 +85,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def orders() -> list[tuple[list[EventKind], int]]:
+def orders(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[list[EventKind], int]]:
     """All cases, since a process takes as long to start as they do."""
-    return [order_of_second_backward(how, options) for how, options in CASES]
+    return [order_of_second_backward(how, options) for how, options in cases]
 
 
-def test_reductions_start_under_compiled_backwards() -> None:
-    for by_case in run_processes(2, orders):
-        for (order, num_graphs), case in zip(by_case, CASES, strict=True):
+@pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.long)], ids=["some", "others"])
+def test_reductions_start_under_compiled_backwards(cases: list[tuple[str, dict[str, Any]]]) -> None:
+    for by_case in run_processes(2, orders, cases):
+        for (order, num_graphs), case in zip(by_case, cases, strict=True):
             ready = [index for index, kind in enumerate(order) if kind is EventKind.GRAD_READY]
             sent = [index for index, kind in enumerate(order) if kind is EventKind.REDUCE_START]
             assert (len(ready), len(sent), num_graphs) == (6, 3, 3), case

@@ -19,7 +19,7 @@ CASES = {
     # torch itself refuses to bring an fp32 gradient of a 16-bit weight along, so that there is none on the way.
     "bf16": Case(dtype=torch.bfloat16),
 }
-STEPS = 3
+STEPS = 2
 
 
 def to_same(model: Any) -> None:

@@ -332,6 +332,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_shards_cannot_do_is_refused_by_name_before_anything_is_changed(name: str) -> None:
     use, reason = REFUSED[name]
@@ -353,6 +354,7 @@ def test_what_shards_cannot_do_is_refused_by_name_before_anything_is_changed(nam
     run_ranks(2, run)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: str) -> None:
     use, _ = REFUSED[name]

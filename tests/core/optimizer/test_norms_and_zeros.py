@@ -57,6 +57,7 @@ def norm_of(params: list[Tensor], norm_type: float) -> float:
     return torch.linalg.vector_norm(torch.cat([p.detach().double().flatten() for p in params]), norm_type).item()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Muon], ids=["flat", "whole"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

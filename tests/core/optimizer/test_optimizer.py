@@ -109,6 +109,7 @@ def test_state_moves_between_numbers_of_ranks_and_engines(saved_on: int, loaded_
     assert_same_state(run_ranks(loaded_on, load)[0], saved)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "RAdam", "Adagrad", "Rprop", "ASGD", "Adadelta", "Adamax"])
 def test_state_of_torch_ddp_is_continued_to_the_bit(name: str) -> None:
     """Six steps under torch DDP equal three there and three here; and the plain optimizer loads ours."""

@@ -181,6 +181,7 @@ def test_a_closed_model_gives_its_optimizer_back(program: Program, size: int, op
     assert_as_under_torch_ddp(program, size, options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_state_of_parameters_with_owners_comes_back(program: Program) -> None:
     assert_as_under_torch_ddp(program, 2, {"bucket_size": 100}, adafactor)

@@ -100,6 +100,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kind", "by_norm"), KINDS)
 @pytest.mark.parametrize("gather", [False, "step", "forward"])
 def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: type[InPlace], by_norm: bool, gather: Any) -> None:
@@ -129,6 +130,7 @@ in_every_mode = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(4)
 @in_every_mode
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_weights_with_other_memory_are_those_of_one_that_changes_them_in_place(
@@ -137,6 +139,7 @@ def test_weights_with_other_memory_are_those_of_one_that_changes_them_in_place(
     assert_as_in_place(ReplacesWeights, by_norm, options, ranks, dtype)
 
 
+@pytest.mark.sample(4)
 @in_every_mode
 @pytest.mark.parametrize(("kind", "by_norm"), [row for row in KINDS if row[0] is not ReplacesWeights])
 def test_kept_gradients_are_those_of_one_that_copies_them(

@@ -252,7 +252,7 @@ def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
             assert same(sharded[2], whole[2])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
 def test_instances_have_owners_each(kind: str) -> None:
     """Two instances of two ranks: as one of four, except for the order of sums."""
@@ -261,6 +261,7 @@ def test_instances_have_owners_each(kind: str) -> None:
     assert_close(train_with_ours(run, 4, config), train_with_ddp(run, 4), 1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "muon_and_adamw"])
 def test_clipping(kind: str) -> None:
     run = WholeRun(kind=kind, clip_norm=0.05)

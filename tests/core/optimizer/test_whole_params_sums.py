@@ -107,7 +107,7 @@ def train_alone(
     return [param.detach() for param in params], optimizer.state_dict()["state"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -67,6 +67,7 @@ def steady(group: ProcessGroup, hidden: int, options: dict[str, Any]) -> tuple[A
     return model, optimizer, x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_kernels_grow_with_parameters_and_buckets_and_not_with_elements(
     mode: str, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +96,7 @@ def test_kernels_grow_with_parameters_and_buckets_and_not_with_elements(
         assert sum(wide.values()) <= 40 + 10 * num_params + (12 + more) * LAYERS, wide
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with the check for NaN one number of the device, when backward has ended."""

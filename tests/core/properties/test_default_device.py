@@ -38,6 +38,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.001, momentum=0.9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.real_collectives("the double's own tensors would be on the default device")
 @pytest.mark.parametrize(
     "options",

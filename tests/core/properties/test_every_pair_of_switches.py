@@ -242,7 +242,7 @@ def test_recorded(row: Row) -> None:
     assert_torch_ddps(row, list(outcomes))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.config.use_distributed_optimizer], ids=str)
 def test_with_whole_parameters(row: Row) -> None:
     """All parameters are stepped by owners."""
@@ -310,7 +310,7 @@ def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 # --- delaying --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
 def test_delayed(row: Row) -> None:
     """Every collective comes late, by another time on every rank and in every call: torch DDP's bits all the same."""
@@ -387,7 +387,7 @@ def parameters(training: Training) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in training.module.named_parameters()}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("row", "point", "on_the_wire", "culprit"), CASES)
 def test_one_rank_fails(row: Row, point: Point, on_the_wire: bool, culprit: int) -> None:
     """Every rank ends in an error, long before the group's timeout, with nothing half done and no thread left."""
@@ -460,7 +460,7 @@ def assert_threads_end(before: set[threading.Thread]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
 def test_a_step_that_failed_on_all_ranks_is_tried_again(row: Row) -> None:
     """A collective that all ranks failed to start, in backward or at its end, does not change the result of the step.

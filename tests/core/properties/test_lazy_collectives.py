@@ -241,6 +241,7 @@ def test_training_equals_ddp_to_the_bit(delivery: Delivery, backend: str, name: 
     assert_same_bits(train(Choice(delivery, backend), run, CONFIGS[name]), train_with_ddp(run, 2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", ["step", "forward"])
 @pytest.mark.parametrize("grad_buffer", ["contiguous", "pooled"])
 @pytest.mark.parametrize("backend", ["rings", "process-group"])
@@ -253,6 +254,7 @@ def test_training_with_rounding_is_the_same_whenever_results_come(
     assert_same_bits(train(Choice(delivery, backend), run, options), train(Choice(None, backend), run, options))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["rings", "process-group"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_training_in_instances_is_the_same_whenever_results_come(delivery: Delivery, backend: str) -> None:

@@ -191,6 +191,7 @@ def bytes_received() -> dict[int, int]:
     return received
 
 
+@pytest.mark.sample(8)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
@@ -219,6 +220,7 @@ def test_bytes_on_the_wire_are_at_the_floor(
     check_bytes_on_the_wire(size, dtype, bytes_a_param * (size - 1) / size, **way)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 @pytest.mark.parametrize(("size", "instances"), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize("kind", ["fp32", "bf16 weights", "bf16 on the wire"])
@@ -236,6 +238,7 @@ def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances:
     check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -206,11 +206,11 @@ def test_in_a_step_few_elements_have_fp32_at_once() -> None:
         run_ranks(2, run)
 
 
-def test_pieces_change_no_bit() -> None:
+@pytest.mark.parametrize(("at_once", "chunk"), [(64, 48), pytest.param(1, 1, marks=pytest.mark.long), (100, 100)])
+def test_pieces_change_no_bit(at_once: int, chunk: int) -> None:
     plain = trained(2, adam, torch.bfloat16, range(4), **BOTH)
-    for at_once, chunk in ((64, 48), (1, 1), (100, 100)):
-        with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, CACHE_BLOCK_NUMEL=chunk):
-            assert_same_file(trained(2, adam, torch.bfloat16, range(4), **BOTH), plain)
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, CACHE_BLOCK_NUMEL=chunk):
+        assert_same_file(trained(2, adam, torch.bfloat16, range(4), **BOTH), plain)
 
 
 def test_hooks_on_the_step_see_one_of_all_parameters() -> None:

@@ -63,6 +63,7 @@ HISTORIES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("looks", [False, True], ids=["", "with a look at the state after each step"])
 @pytest.mark.parametrize("make", [adam, momentum, nadam, fused])
 @pytest.mark.parametrize("history", HISTORIES)

@@ -115,6 +115,7 @@ def test_one_rank_averages_over_its_microbatches(mode: str) -> None:
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce", "forward"])
 def test_equal_counts_that_are_powers_of_two_change_no_bit(mode: str) -> None:
     def run(rank: int, group: ProcessGroup, num_tokens: int | None) -> dict[str, Tensor]:
@@ -236,6 +237,7 @@ def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
 # --- where gradients are read ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reads", ["full_grad", "grad_norms", "grad_norm", "step", "unscale"])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_whoever_reads_gradients_first_has_the_mean_over_tokens(mode: str, reads: str) -> None:

@@ -15,6 +15,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from tests.support.experts import WIDTH, Experts, expert_mesh
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import whole
+from tests.support.tiers import cases_that_run
 
 RANKS, CP, STEPS, IGNORED = 4, 2, 6, -100
 OPTIONS: list[dict[str, Any]] = [
@@ -82,15 +83,15 @@ def sequence(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def train_parts() -> list[tuple[dict[str, Tensor], list[float]]]:
-    """Weights and norms with each of the options."""
-    found = []
-    for options in OPTIONS:
+def train_parts(numbers: list[int]) -> dict[int, tuple[dict[str, Tensor], list[float]]]:
+    """Weights and norms with each of the options, by their number."""
+    found = {}
+    for number in numbers:
         mesh, module = init_device_mesh("cpu", (RANKS // CP, CP), mesh_dim_names=("dp", "cp")), make_reader()
         experts = expert_mesh(2)
         module.experts.divide(experts["ep"])
         module.group = mesh.get_group("cp")
-        config = DistributedDataParallelConfig(bucket_size=200, **options)
+        config = DistributedDataParallelConfig(bucket_size=200, **OPTIONS[number])
         model = DistributedDataParallel(module, config, expert_mesh=experts)
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9), model)
         norms = []
@@ -103,7 +104,7 @@ def train_parts() -> list[tuple[dict[str, Tensor], list[float]]]:
             norms.append(float(optimizer.clip_grad_norm_(0.5)))
             optimizer.step()
         model.finish_param_gather()
-        found.append(({name: whole(param) for name, param in module.named_parameters()}, norms))
+        found[number] = {name: whole(param) for name, param in module.named_parameters()}, norms
         model.check_replicas()
         model.close()
     return found
@@ -125,10 +126,11 @@ def train_alone() -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    return run_processes(RANKS, train_parts)
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    return run_processes(RANKS, train_parts, [number for (number,) in cases_that_run(request, "number")])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(OPTIONS)), ids=lambda number: str(OPTIONS[number]))
 def test_parts_of_sequences_with_divided_experts_train_as_one_process(ranks: list[Any], number: int) -> None:
     """dp 2 x cp 2 ranks, over which experts are divided ep 2 x edp 2; each rank counts its own labels."""

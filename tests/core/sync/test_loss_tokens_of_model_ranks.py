@@ -17,6 +17,7 @@ from megastrategy.errors import LossTokensError
 from tests.support.pipelines import SAMPLES, Case, Trainee, answers, batch_of, make_layers, mesh_of
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import adamw, whole
+from tests.support.tiers import cases_that_run
 
 IGNORED = -100
 STEPS = 3
@@ -94,9 +95,9 @@ def train_uncounted_microbatch(mesh: DeviceMesh) -> str:
     return str(raised.value)
 
 
-def on_stages() -> dict[str, Any]:
+def on_stages(names: list[str]) -> dict[str, Any]:
     mesh = mesh_of(2)
-    found: dict[str, Any] = {name: train_counted(mesh, case) for name, case in CASES.items()}
+    found: dict[str, Any] = {name: train_counted(mesh, CASES[name]) for name in names}
     return found | answers([train_uncounted_microbatch], 2)
 
 
@@ -123,11 +124,12 @@ def train_alone(case: Case, dp: int) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.fixture(scope="module")
-def stages() -> list[dict[str, Any]]:
+def stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """By rank of two stages times two data-parallel ranks."""
-    return run_processes(4, on_stages)
+    return run_processes(4, on_stages, [name for (name,) in cases_that_run(request, "name")])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_microbatches_of_a_pipeline_train_as_one_process_with_all_tokens(
     stages: list[dict[str, Any]], name: str
@@ -219,6 +221,7 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (1, 2), (1, 3), (2, 2)])

@@ -49,6 +49,7 @@ def refused(size: int, run: Callable[[Setup], None], match: str, **options: Any)
 STRICT = {"find_unused_parameters": False, "overlap_grad_reduce": False}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rank_counts_and_another_does_not(mode: str) -> None:
     def run(setup: Setup) -> None:
@@ -57,6 +58,7 @@ def test_one_rank_counts_and_another_does_not(mode: str) -> None:
     refused(3, run, "rank 1 counted none.*rank 2 counted all", **MODES[mode])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_microbatch_that_was_not_counted_beside_one_that_was(mode: str, first: bool) -> None:
@@ -67,6 +69,7 @@ def test_a_microbatch_that_was_not_counted_beside_one_that_was(mode: str, first:
     refused(2, run, "counted some of its losses and not others", **MODES[mode])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_synchronised_backward_before_gradients_are_used(mode: str) -> None:
     def run(setup: Setup) -> None:
@@ -253,6 +256,7 @@ WINDOW_BEGINS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("before", WINDOW_BEGINS, ids=lambda before: before.__name__)
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce", "flattened"])
 def test_a_window_has_the_counts_of_its_own_backwards(mode: str, before: Callable[[Setup], object]) -> None:

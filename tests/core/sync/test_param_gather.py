@@ -163,6 +163,7 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
     }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("reader", readers())
 def test_whoever_reads_a_parameter_first_gets_the_new_one(reader: str) -> None:
     plain = net()

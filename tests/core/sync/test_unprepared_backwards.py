@@ -252,6 +252,7 @@ def under_torch_ddp(scenario: Scenario, size: int) -> list[list[Tensor | None]]:
     return play(scenario, size, None)
 
 
+@pytest.mark.sample(4)
 @each_engine
 def test_as_under_torch_ddp(size: int, options: Mapping[str, Any]) -> None:
     """And the training that follows is right."""

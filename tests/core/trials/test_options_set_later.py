@@ -182,6 +182,7 @@ OF_WORD: list[dict[str, Any]] = [{"scale": "norm"}, {"by_row": True}, {"most": 1
 OF_OFF: list[dict[str, Any]] = [{"most": 1.0}, {"largest": 1.0}, {"by_norm": True}]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "options"), [(Word, options) for options in OF_WORD] + [(Off, options) for options in OF_OFF], ids=str
 )
@@ -246,6 +247,7 @@ CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], SetLater]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_options_may_be_set_at_any_time_and_change_what_they_change_under_torch_ddp(

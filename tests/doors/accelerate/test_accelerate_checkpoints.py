@@ -125,6 +125,7 @@ def test_checkpoints_are_torch_ddps_and_resume_under_either(
             rest(run, resumed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_other_numbers_of_ranks(worlds: Worlds, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     assert [run.losses for run in rounded] != [run.losses[SAVED_AFTER:] for run in whole]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_remainders_of_weights_that_are_sent_rounded_resume_to_the_bit(
     worlds: Worlds, tmp_path: Path, kind: str

@@ -151,6 +151,7 @@ def join(name: str, mode: dict[str, Any]) -> Any:
     return weights_of(net)
 
 
+@pytest.mark.sample(1)
 @both_modes
 @pytest.mark.parametrize(
     "example",

@@ -105,6 +105,7 @@ def test_divided_experts_train_save_and_resume_as_one_process_does(worlds: World
     assert_close(weights, later)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plugin", [EP2, EP2 | ALL_REDUCE], ids=["shards", "all-reduce"])
 def test_values_are_clipped(worlds: Worlds, tmp_path: Path, plugin: dict[str, Any]) -> None:
     [(_, expected)] = worlds.run(train, None, 1, tmp_path / "alone", clips="value", size=1)
@@ -129,6 +130,7 @@ def save_on_main(plugin: dict[str, Any], path: Path, then: str) -> str:
     return text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("then", ["barrier", "next step"])
 @pytest.mark.parametrize("plugin", [EP2, EP2 | ALL_REDUCE], ids=["shards", "all-reduce"])
 def test_the_main_process_that_saves_without_the_others_is_told_what_to_change(
@@ -212,6 +214,7 @@ def test_parts_of_sequences_are_refused_on_accelerators(monkeypatch: pytest.Monk
     check_parallelism({"parallelism_config": ParallelismConfig(cp_size=2), "cpu": True})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cp", "plugin"), [(2, {}), (4, ALL_REDUCE)])
 def test_parts_of_a_sequence_train_as_one_process_does(worlds: Worlds, cp: int, plugin: dict[str, Any]) -> None:
     module, data, dp = sequences.Attention(), dataset(), RANKS // cp

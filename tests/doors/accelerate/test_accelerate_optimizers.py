@@ -221,6 +221,7 @@ def train_with_options_set_later(
     return trainee.train(2, 3)
 
 
+@pytest.mark.sample(1)
 @both_modes
 @pytest.mark.parametrize(
     "set_later",

@@ -183,6 +183,7 @@ def save_on_each_node(folder: str) -> list[str]:
     return sorted(path.relative_to(disk).as_posix() for path in Path(disk).rglob("*") if path.is_file())
 
 
+@pytest.mark.long
 def test_each_node_gets_whole_weights_and_states(worlds: Worlds, tmp_path: Path) -> None:
     first, _, second, _ = worlds.run(save_on_each_node, str(tmp_path), size=4)
     random_states = {f"random_states_{rank}.pkl" for rank in range(4)}

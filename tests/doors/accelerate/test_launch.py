@@ -190,6 +190,7 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert found == [(OURS, 100, True, "true")] * 2
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(

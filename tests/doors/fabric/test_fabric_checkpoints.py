@@ -102,6 +102,7 @@ def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, kind: str
     assert_resumed(ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=path), whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """With what was left out of their changes, under the same key, and names of its own."""

@@ -92,6 +92,7 @@ def copies_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
     return results
 
 
+@pytest.mark.sample(1)
 @both_modes
 def test_what_setup_returns_may_be_copied(ranks: Ranks, options: dict[str, Any]) -> None:
     assert_like_ddp(ranks, copies_of_the_wrapper, options)

@@ -39,6 +39,7 @@ def train_fp16(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]
     return trainee.end(), weights
 
 
+@pytest.mark.sample(1)
 @both_modes
 @pytest.mark.parametrize("clip", [None, {"max_norm": CLIP_NORM}, {"clip_val": CLIP_VALUE}], ids=["no", "norm", "value"])
 def test_fp16_skips_a_step_on_all_ranks(ranks: Ranks, options: dict[str, Any], clip: dict[str, Any] | None) -> None:
@@ -101,6 +102,7 @@ def small_updates(name: str, strategy_options: dict[str, Any]) -> float:
     return net.weight.item()
 
 
+@pytest.mark.sample(1)
 @both_modes
 def test_small_updates_of_bf16_weights_add_up(ranks: Ranks, options: dict[str, Any]) -> None:
     """A hundred steps of a thousandth; "ddp" does not get off the spot."""

@@ -107,6 +107,7 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
 # --- directories -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def go_on(is_ours: bool, source: str | None, target: str) -> dict[str, torch.Ten
     return {name: whole(param) for name, param in module.named_parameters()}
 
 
+@pytest.mark.long
 def test_model_parallel_strategys_directory_goes_on_here_and_ours_there(mesh: Ranks, tmp_path: Path) -> None:
     first, ours, again = (str(tmp_path / name) for name in ("first", "ours", "again"))
     expected = mesh.run(go_on, False, None, first)[0]

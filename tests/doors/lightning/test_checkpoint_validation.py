@@ -137,6 +137,7 @@ def resume_and_keep(path: Path, sharded: bool) -> None:
     assert not any(is_mapped(tensor, path) for tensor in [keeper.best, *states, *trainer.model.parameters()])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_nothing_that_lives_on_after_loading_is_in_the_file(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
     """A file that is removed by another machine, or overwritten in place, would end the process weeks later."""

@@ -31,6 +31,7 @@ def kinds_under_a_fit() -> tuple[str, str, int]:
     return type(collectives.real).__name__, type(collectives).__name__, collectives.progress.num_started
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["rings", "process-group"])
 def test_a_fit_goes_through_them(backend: str) -> None:
     with choosing(Choice("at-random", backend)):

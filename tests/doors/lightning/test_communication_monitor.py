@@ -52,6 +52,7 @@ class Odd(Net):
 LOW = {"grad_reduce_in_fp32": False}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mode", "precision", "options", "bytes_an_element"),
     [
@@ -112,6 +113,7 @@ def test_buckets_and_bytes_grow_when_a_layer_is_unfrozen(ranks: Ranks, mode: str
 # --- when it logs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 1), (4, 1), (50, 1), (1, 3), (4, 3), (0, 1)])
 def test_it_logs_when_the_loss_is_logged_and_at_the_end(ranks: Ranks, every: int, accumulate: int) -> None:
     """Under the same steps, so that the two can be plotted over each other; nothing is logged twice."""

@@ -131,6 +131,7 @@ def _strategy(mode: str) -> tuple[str, dict[str, Any]]:
     return ("ddp", {}) if mode == "ddp" else ("megatron_ddp", dict(MODES[mode]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_of_finetuning_is_what_ddp_writes(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     checkpoints = []

@@ -110,6 +110,7 @@ def test_a_checkpoint_is_what_ddp_writes(
     assert_same_value(ours, theirs, "checkpoint")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_the_file_holds_its_tensors_and_nothing_else(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
     """``torch.save`` of one view writes the whole storage: a buffer instead of a weight."""
@@ -170,6 +171,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [("ddp", "megatron_ddp"), ("megatron_ddp", "ddp")])
 def test_the_loss_scale_survives_a_change_of_strategy(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
     """The scaler's state is stored under the precision plugin's class name, and must be found again."""

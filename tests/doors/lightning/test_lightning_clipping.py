@@ -58,6 +58,7 @@ def fit_looking() -> Fit:
     return fit("megatron_ddp", callbacks=[LooksInACallback()])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "job",
     [partial(fit_kind, "megatron_ddp", ClipsByHand), partial(fit_kind, "megatron_ddp", LogsNothing), fit_looking],
@@ -112,6 +113,7 @@ def without_clipping(name: str, strategy_options: dict[str, Any], kind: type[Cli
     return fit(name, strategy_options=strategy_options, module=module, max_epochs=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("feature", [feature for feature in FEATURES if "accumulated" not in feature.name], ids=str)
 def test_what_the_matrix_compares_is_clipped(ranks: Ranks, feature: Any) -> None:
     """Values that clip nothing would be equal too."""

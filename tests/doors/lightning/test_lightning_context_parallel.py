@@ -108,6 +108,7 @@ def train_alone(dp: int, accumulate: int) -> dict[str, Tensor]:
 ALL_REDUCE = {"use_distributed_optimizer": False}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cp", "accumulate", "options"),
     [(2, 1, {}), (4, 1, {}), (2, 2, ALL_REDUCE), pytest.param(2, 2, {"grad_buffer": "pooled"}, marks=pytest.mark.long)],
@@ -177,6 +178,7 @@ def fit_beside(other: str, devices: int, path: Path, epochs: int, resume: Path |
     return float(trainer.callback_metrics["loss"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", BESIDE)
 def test_parts_of_sequences_and_of_the_model_train_and_resume_as_one_process_does(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path, other: str
@@ -207,6 +209,7 @@ def fit_experts(ep: int) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in module.model.named_parameters()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_experts_are_divided_over_data_parallel_and_context_ranks(mesh: Ranks, ep: int) -> None:
     module, samples = experts.LitExperts(), experts.loader(RANKS).dataset

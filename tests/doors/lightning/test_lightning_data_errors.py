@@ -90,6 +90,7 @@ def fit_after_broken(data: Dataset[Any]) -> str:
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sample_that_one_rank_cannot_read_ends_all(ranks: Ranks, rank: int) -> None:
     """The rank that has it says which; the others end with its process, and say who it was if they can know it: what

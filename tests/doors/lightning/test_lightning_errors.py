@@ -117,6 +117,7 @@ def fit_stranger(name: str, gets_gradients: bool, **options: Any) -> tuple[Fit, 
     return fit(name, module=module, **options), module.stranger[0].detach()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gets_gradients", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(

@@ -206,6 +206,7 @@ LONG_PAIRS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG_PAIRS)],
@@ -286,6 +287,7 @@ def fit_beside(callback: str, precision: Any, options: dict[str, Any]) -> dict[s
     return {name: whole(param) for name, param in module.model.named_parameters()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("callback", "precision", "tolerance"),
     [
@@ -342,6 +344,7 @@ def fit_raising(options: dict[str, Any], folder: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("options", "num_saved"), [(EP2, 0), ({"context_parallel_size": 2}, 1)])
 def test_after_an_exception_only_a_whole_model_is_saved_and_the_next_fit_trains(
     mesh: Ranks, tmp_path: Path, options: dict[str, Any], num_saved: int

@@ -42,7 +42,7 @@ def left_ranks(ranks: Ranks) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
@@ -200,7 +200,7 @@ HOOKS = [
 """After each of them Lightning has a collective of its own, or makes its first ones."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_outside_of_batches_is_noticed_by_all_and_the_next_fit_works(
     ranks: Ranks, tmp_path: Path, hook: str

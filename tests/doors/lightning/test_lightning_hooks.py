@@ -65,7 +65,7 @@ def record_norms(strategy_options: dict[str, Any], norm_type: float | str) -> Re
     return recorder
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EITHER_MODE
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_grad_norm_is_the_norm_of_each_whole_gradient_and_of_all(
@@ -105,7 +105,7 @@ def test_grad_norm_says_what_it_wants(ranks: Ranks) -> None:
 # --- what hooks change -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind", [DropsGradients, DropsGradientsLater, WritesGradients, ScalesLocalGradients, OwnBackward, ZeroesInPlace]
 )

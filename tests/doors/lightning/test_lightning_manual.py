@@ -58,6 +58,7 @@ def gan_by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
     return weights_of(gan), losses
 
 
+@pytest.mark.sample(1)
 @EITHER_MODE
 def test_the_documentations_gan_trains_which_it_does_not_under_ddp(ranks: Ranks, mode: str) -> None:
     """The discriminator's backward leaves the generator without gradients: "ddp" waits for them and says so in the
@@ -79,6 +80,7 @@ def count_reductions(kind: type[Manual], strategy_options: dict[str, Any]) -> tu
     return sum(counter.counts.values()), counter.num_buckets
 
 
+@pytest.mark.sample(1)
 @EITHER_MODE
 @pytest.mark.parametrize(
     ("kind", "num_synchronised"),

@@ -70,6 +70,7 @@ class ForRankZeroOnly(AwkwardModule):
 REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or to the end of its fit"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "said"),
     [

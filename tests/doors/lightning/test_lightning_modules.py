@@ -71,6 +71,7 @@ def reparametrised(name: str, strategy_options: dict[str, Any], *, again: bool =
     return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parametrization_registered_in_mid_fit_is_synchronised(ranks: Ranks, mode: str) -> None:
     """``Tensor.set_`` gives the Parameter another gradient accumulator, and torch DDP's hook is on the old one."""
@@ -157,6 +158,7 @@ class Dense(Sparse):
         self.embed.sparse = False
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_adam_trains_sparse_embeddings_as_dense_ones(ranks: Ranks, mode: str) -> None:
     """Gradients accumulate in a dense buffer, so every optimizer takes them; torch's Adam refuses sparse ones."""

@@ -147,6 +147,7 @@ def test_16_bit_weights_equal_a_loop_by_hand_with_fp32_main_params(
 # --- loss scaling ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @MODES
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.5}], ids=["unclipped", "clipped"])
 def test_an_infinite_gradient_on_one_rank_skips_one_step_on_both_and_halves_the_scale_once(
@@ -211,6 +212,7 @@ class Own:
         """A plugin of a user's, derived from one of Lightning's, whose qualified name is not its name."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Precision, HalfPrecision, Own.Half], ids=lambda kind: kind.__qualname__)
 def test_a_plugin_keeps_its_name_in_a_fit_and_its_class_after_it(ranks: Ranks, kind: type[Precision]) -> None:
     """Checkpoints store its state under the name, isinstance is what users ask, and another Trainer may have it."""

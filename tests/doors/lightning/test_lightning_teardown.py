@@ -23,6 +23,7 @@ from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, loa
 from ..rank_processes import Failure, Ranks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -87,6 +87,7 @@ def fit_with_three_listeners() -> tuple[Lines, Any, Any]:
     return lines, others[0].events, others[1].events
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
 def test_a_fit_that_is_watched_is_the_same_fit(ranks: Ranks, mode: str) -> None:
     """To the bit."""

@@ -194,6 +194,7 @@ def test_both_packages_in_one_process(ranks: Ranks, under_ddp: list[Result]) -> 
         ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("written_in", PACKAGES)
 def test_a_checkpoint_of_one_package_resumes_in_the_other(
     ranks: Ranks, under_ddp: list[Result], tmp_path: Path, written_in: str

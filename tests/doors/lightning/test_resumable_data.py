@@ -50,7 +50,7 @@ HOOKS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("hook", "number"), HOOKS)
 def test_a_cut_run_equals_one_that_was_not(ranks: Ranks, tmp_path: Path, hook: str, number: int) -> None:
     options = {"val_check_interval": 0.5, "max_epochs": 2}
@@ -87,7 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_load_and_to_train(ranks: Ranks, tmp_path: Path, way: str) -> None:
     """The last batch is short: 19 samples a rank."""

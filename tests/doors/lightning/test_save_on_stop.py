@@ -116,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 ENDED_BY = {"SIGTERM": "SIGTERMException", "Ctrl-C": "SystemExit"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_goes_on_is_the_fit_that_nobody_stopped(ranks: Ranks, tmp_path: Path, way: str) -> None:
     options = {"way": way, **WAYS[way]}
@@ -163,6 +163,7 @@ def test_a_stopped_fit_goes_on_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("interrupted", [(0,), (1,), (0, 1)])
 def test_ctrl_c_while_a_directory_is_saved_saves_here_too(
     ranks: Ranks, tmp_path: Path, interrupted: tuple[int, ...]

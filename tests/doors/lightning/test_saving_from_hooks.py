@@ -49,7 +49,7 @@ def fit_saving_in(name: str, hook: str, folder: Path, options: dict[str, Any]) -
     return saves.count
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_checkpoint_from_any_hook_is_the_one_of_ddp(ranks: Ranks, tmp_path: Path, hook: str, sharded: bool) -> None:

@@ -128,6 +128,7 @@ def on_both(ranks: Ranks, factors: dict[int, float], **options: Any) -> list[Ski
     return ours
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_norm_over_the_limit(ranks: Ranks, sharded: bool) -> None:
     options = {"strategy_options": None if sharded else {"use_distributed_optimizer": False}}
@@ -147,6 +148,7 @@ def test_one_that_stands_out(ranks: Ranks) -> None:
     assert 9 in one.skipped
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_that_is_not_finite_on_one_rank(ranks: Ranks, bad: float) -> None:
     [one, _] = on_both(ranks, {9: bad}, bad_rank=1, rule={"sigmas": 50.0, "window": 8})

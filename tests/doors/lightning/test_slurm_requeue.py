@@ -145,6 +145,7 @@ def test_sigterm_ends_a_fit_on_one_rank_after_the_batch(tmp_path: Path, when: st
     assert ended == "SIGTERMException"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["training", "validation"])
 def test_one_rank_saves_before_the_next_batch_and_the_job_resumes(tmp_path: Path, when: str) -> None:
     job = slurm_job(tmp_path, num_tasks=1)

@@ -151,6 +151,7 @@ def torn_down(name: str, options: dict[str, Any]) -> list[Any]:
     return [*after, found(net, own)]
 
 
+@pytest.mark.sample(1)
 @both_modes
 @both_numbers_of_ranks
 @pytest.mark.parametrize(
@@ -216,6 +217,7 @@ def ended(name: str, plugin: dict[str, Any]) -> list[Any]:
     return [after, found(net, own)]
 
 
+@pytest.mark.sample(1)
 @both_modes
 def test_an_optimizer_outlives_end_training(options: dict[str, Any]) -> None:
     """The process group is gone then, so these processes serve no other test."""

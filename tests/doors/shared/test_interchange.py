@@ -218,6 +218,7 @@ class SaveAfterFirstEpoch(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("writer", [World("ddp", 2), World("megatron_ddp", 2)], ids=str)
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_goes_on_on_other_numbers_of_ranks_as_under_ddp(
@@ -276,6 +277,7 @@ def test_an_fp32_checkpoint_resumed_in_bf16_keeps_its_weights_as_main_params(
         assert_same_value(again["optimizer_states"], saved["optimizer_states"], "optimizer_states")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reader", BF16_READERS, ids=str)
 def test_bf16_checkpoints_move_between_numbers_of_ranks(
     worlds: dict[int, Ranks], tmp_path: Path, reader: World

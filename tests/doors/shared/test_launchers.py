@@ -185,6 +185,7 @@ def under_ddp_alone() -> list[Fit]:
         fresh.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_trainers_one_after_the_other(ranks: Ranks, under_ddp_alone: list[Fit], order: str) -> None:
     """Each fit is what it would have been alone: nothing global is patched, and nothing of a fit stays behind."""

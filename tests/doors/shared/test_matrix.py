@@ -36,7 +36,7 @@ def run_under_ddp(ranks: Ranks, number: int) -> list[Any]:
     return ranks.run(feature.job, "ddp", {}, **feature.options)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(feature) for feature in FEATURES])
 def test_feature_equals_ddp(ranks: Ranks, under_ddp: Callable[[int], list[Any]], number: int, mode: str) -> None:

@@ -106,6 +106,7 @@ def test_training_on_one_rank_runs_no_collective(one_rank: Ranks, job: Any, mode
     assert one_rank.run(job, "megatron_ddp", MODES[mode]) == [{}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", [collectives_of_a_fit, collectives_of_a_loop], ids=["Trainer", "Fabric"])
 def test_collectives_are_counted(ranks: Ranks, one_rank: Ranks, job: Any) -> None:
     """Or nothing would be none: "ddp" has some on one rank, and ours on two."""

@@ -147,6 +147,7 @@ class Begins(pl.Callback):
         self.begun.append(trainer.global_step)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_fit_that_is_stopped_saves_there_too(ranks: Ranks, url: str, kind: str) -> None:
     assert ranks.run(stop_and_go_on, url, kind) == [[0, 3]] * 2

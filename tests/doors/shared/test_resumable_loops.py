@@ -121,7 +121,7 @@ def first_of(epoch: int, number: int) -> Counter[int]:
     return Counter(list(sampler)[:number])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cut", [2, 6, 9])
 @pytest.mark.parametrize("options", [{}, {"sharded": True}, {"batch_sampler": True}], ids=str)
 def test_fabric_goes_on(ranks: Ranks, tmp_path: Path, cut: int, options: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_fabric_goes_on_on_other_numbers_of_ranks(pools: Pools, tmp_path: Path) 
     assert by_epoch(parts) == {0: ONCE, 1: ONCE + first_of(1, 1)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cut", [2, 7, 9])
 @pytest.mark.parametrize(
     "options",

@@ -67,6 +67,7 @@ def fit(package: str, folder: Path) -> list[float]:
     return timeouts_s()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_every_group_of_a_fit_has_the_strategys_timeout(fresh: Ranks, tmp_path: Path, package: str) -> None:
     for found in fresh.run(fit, package, tmp_path):

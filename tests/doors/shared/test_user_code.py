@@ -193,9 +193,11 @@ def test_fabrics_optimizer_resets_the_one_that_it_has_inside(ranks: Ranks, mode:
     assert set(ranks.run(reset_after_two_steps, MODES[mode])[0]) == {1.0}
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("door", DOORS)
-def test_each_row_is_as_under_ddp_through_one_door(request: pytest.FixtureRequest, door: str) -> None:
-    assert_as_under_ddp(request, door, *ONE_WAY[door], rows_in_turn()[door])
+def test_each_row_is_as_under_ddp_through_one_door(request: pytest.FixtureRequest, door: str, every: int) -> None:
+    """``every``: the third of them in ``make test``, which has all rows in a plain loop."""
+    assert_as_under_ddp(request, door, *ONE_WAY[door], rows_in_turn()[door][::every])
 
 
 @pytest.mark.long

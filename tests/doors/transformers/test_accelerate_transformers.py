@@ -96,7 +96,7 @@ def train(name: str, mode: dict[str, Any], kind: str, checkpoints: str, folder: 
     return Run(losses, weights_of(net), weights_of(again))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(
     ("kind", "checkpoints"),

@@ -126,7 +126,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     return run_processes(RANKS, on_ranks, cases_that_run(request, "kind", "exchange", "sharded", "over"))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "exchange", "sharded", "over"), CASES)
 def test_they_train_as_in_one_process(
     ranks: list[dict[Any, Any]], kind: str, exchange: str, sharded: bool, over: str

@@ -63,7 +63,7 @@ def assert_sharded(ours: list[Run], theirs: list[Run], mode: dict[str, Any]) -> 
         assert held == [whole, whole]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", FITS.values(), ids=FITS)
 def test_a_fit_ends_in_the_bits_of_torch_ddp(worlds: Worlds, options: dict[str, Any], tmp_path: Path) -> None:
     theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
