@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +108,28 @@ if __name__ == "__main__":
 
 
 def launched(script: Path, of: int, *arguments: str) -> list[str]:
-    """Returns the output of each replica, a job that launches processes of its own."""
+    """Returns the output of each replica, a job that launches processes of its own. After an error the others end."""
     script.write_text(SCRIPT)
+    logs = [script.with_suffix(f".{slot}.log") for slot in range(of)]
     with lighthouse() as address:
         common = os.environ | {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": str(of)}
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, script, *arguments],
-                env=common | {"REPLICA_GROUP_ID": str(slot)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for slot in range(of)
-        ]
-        return [job.communicate(timeout=HANG_S)[0] for job in jobs]
+        jobs = []
+        for slot, log in enumerate(logs):
+            environment, command = common | {"REPLICA_GROUP_ID": str(slot)}, [sys.executable, script, *arguments]
+            with log.open("w") as file:
+                jobs.append(
+                    subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+                )
+        deadline = time.monotonic() + HANG_S
+        while (codes := {job.poll() for job in jobs}) != {0}:
+            if codes - {None, 0} or time.monotonic() > deadline:
+                for job in jobs:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(job.pid, signal.SIGKILL)  # its ranks, too
+                    job.wait()
+                break
+            time.sleep(0.1)
+    return [log.read_text() for log in logs]
 
 
 @pytest.mark.fresh
