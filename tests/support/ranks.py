@@ -4,6 +4,7 @@ in a tenth of a second."""
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import threading
 import time
@@ -11,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +24,23 @@ from megastrategy.core.collectives.instanced import make_instance_collectives
 from . import chosen_collectives
 
 T = TypeVar("T")
+
+_making_operators = threading.RLock()
+
+
+def _one_at_a_time(get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    @functools.wraps(get)
+    def get_or_wait(self: Any, name: str) -> Any:
+        with _making_operators:
+            return vars(self)[name] if name in vars(self) else get(self, name)
+
+    return get_or_wait
+
+
+# Of an operator that two threads use first at once, torch makes two objects. It keeps the second, and a pointer to the
+# first, which is gone: the next call in a dispatch mode gets any object in its place, or ends the process.
+for _kind in (torch._ops._OpNamespace, torch._ops.OpOverloadPacket):
+    _kind.__getattr__ = _one_at_a_time(_kind.__getattr__)  # type: ignore[method-assign]
 
 
 def gloo_group(

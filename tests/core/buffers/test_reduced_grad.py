@@ -467,7 +467,6 @@ class Sanitized(ThreadMode):
         return outputs
 
 
-@pytest.mark.sample(2)
 @sharded
 @pytest.mark.parametrize(
     "program", [zeroes_in_place, never_zeroes, accumulates_upon_the_reduced], ids=lambda program: program.__name__

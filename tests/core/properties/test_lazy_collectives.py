@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -471,3 +472,21 @@ def test_parameters_arrive_on_the_stream_of_the_loop_whoever_reads_them_first(
 
     with choosing(Choice("at-wait")):
         run_ranks(2, run)
+
+
+# --- ranks that are threads ------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_use_an_operator_first_at_once_get_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch lets go of the first of two, which its dispatcher refers to."""
+    get = torch._ops._get_packet
+
+    def get_slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return get(*arguments)
+
+    monkeypatch.setattr(torch._ops, "_get_packet", get_slowly)
+    every = [name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names()]
+    unused = next(name for name in every if "::" not in name and name not in vars(torch.ops.aten))
+    first, second = run_ranks(2, lambda rank, group: getattr(torch.ops.aten, unused))
+    assert first is second
