@@ -145,7 +145,6 @@ def reference(size: int, move: Callable[[Net], None]) -> Found:
     return every_moment(size, move, None)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @each_engine
 def test_moved_gradients_are_those_of_an_average(

@@ -60,7 +60,6 @@ def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_of_one_rank_alone_ends_all_and_saves(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     """``kill -INT`` of one process: the others, which wait for it in a collective, come and save with it."""
@@ -72,7 +71,6 @@ def test_an_interrupt_of_one_rank_alone_ends_all_and_saves(ranks: Ranks, tmp_pat
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_sigterm_ends_all_ranks_after_the_batch_and_saves(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
     """SLURM sends it to every task when the time is up; where it reaches one rank alone, all stop, too."""

@@ -150,7 +150,7 @@ def assert_ended_for_sigterm(outcomes: list[Any], directory: Path) -> None:
     assert took_s < LIMIT_S
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path, stage: str, rank: int | None) -> None:
@@ -223,7 +223,7 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
         assert (saved_at, steps) == ([], 10)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
     job = slurm_job(tmp_path, num_tasks=2)
@@ -254,7 +254,6 @@ fit(pathlib.Path("second"))
 """
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_sigterm_between_two_fits_ends_the_process_at_once(tmp_path: Path, devices: int) -> None:
     """As without any Trainer: a fit gives back the handlers that it found."""
