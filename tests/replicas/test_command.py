@@ -77,6 +77,7 @@ def test_the_example_kills_a_process_which_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_a_script_that_always_fails_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")

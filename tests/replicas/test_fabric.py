@@ -132,8 +132,9 @@ def launched(script: Path, of: int, *arguments: str) -> list[str]:
     return [log.read_text() for log in logs]
 
 
+@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path) -> None:
     output = "".join(launched(tmp_path / "train.py", 2, method, "70"))
     found = re.findall(r"trained (\d) (\d) \(0, 1\) ([-+.\de]+)", output)  # two may be in one line
@@ -141,6 +142,7 @@ def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path
     assert len({line[2] for line in found}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_the_strategys_timeout_has_to_be_longer(tmp_path: Path) -> None:
     [output] = launched(tmp_path / "train.py", 1, "fork", "80")

@@ -27,7 +27,7 @@ def check(case: Case, kills: list[Kill], folder: Path, **options: Any) -> dict[t
     return steps
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_at_any_point_of_a_step(point: str, ranks: int, tmp_path: Path) -> None:

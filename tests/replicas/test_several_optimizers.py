@@ -182,7 +182,7 @@ class Adversarial(Module):
 POINTS = ("before meeting", "before sum 0", "after sum 0", "before vote", "after vote", "after step")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("step", [5, 6], ids=("first", "second"))
 @pytest.mark.parametrize("ranks", [1, 2])

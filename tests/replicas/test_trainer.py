@@ -45,7 +45,7 @@ class Where:
     val_check_interval: float = 1.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "where",
     [

@@ -311,6 +311,7 @@ def test_engines_share_processes_as_far_as_memory_goes(
     assert (groups and [[spec.name for spec in group] for group in groups]) == expected
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_the_engine_of_another_commit_trains_beside_this_one_to_the_same_bits() -> None:
     command = [

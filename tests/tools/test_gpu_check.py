@@ -441,6 +441,7 @@ def test_every_name_of_torch_exists(path: Path) -> None:
     assert not {name for name in names if not _resolves(name)}
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_what_is_imported_before_forks_asks_no_driver() -> None:
     """Or no fork could use the GPU, and each of a hundred ranks would import for seconds."""

@@ -331,6 +331,7 @@ dist.init_process_group("gloo")
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def exchange(folder: Path) -> None:
     torch.testing.assert_close(full(theirs), alone.weights, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_fsdp2_with_experts_on_a_second_mesh_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
     metadata = dcp.FileSystemReader(tmp_path / "ours").read_metadata()

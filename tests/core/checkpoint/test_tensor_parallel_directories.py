@@ -209,7 +209,8 @@ def save_in_the_background(path: Path, kind: Kind) -> None:
     assert_same(again.weights(), run.weights())
 
 
-@pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.long), KINDS[2]], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], ids=str)
 def test_torchs_own_calls_save_in_the_background_and_load_in_place(tmp_path: Path, kind: Kind) -> None:
     run_processes(4, save_in_the_background, tmp_path / "saved", kind)
 
@@ -276,6 +277,7 @@ def exchange(folder: Path) -> None:
         torch.testing.assert_close(whole(param), own, rtol=0.0, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_fully_shard_with_tensor_parallelism_reads_ours_and_we_read_its(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
 

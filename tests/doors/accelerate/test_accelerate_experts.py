@@ -105,7 +105,6 @@ def test_divided_experts_train_save_and_resume_as_one_process_does(worlds: World
     assert_close(weights, later)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("plugin", [EP2, EP2 | ALL_REDUCE], ids=["shards", "all-reduce"])
 def test_values_are_clipped(worlds: Worlds, tmp_path: Path, plugin: dict[str, Any]) -> None:
     [(_, expected)] = worlds.run(train, None, 1, tmp_path / "alone", clips="value", size=1)

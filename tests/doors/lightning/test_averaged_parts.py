@@ -47,6 +47,7 @@ def fit(is_mesh: bool, epochs: int, folder: Path, resume: str | None, kind: Any 
     return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in params.items()}
 
 
+@pytest.mark.long
 def test_averages_are_those_of_one_process(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     [alone] = one_rank.run(fit, False, 2, tmp_path, None)
     for own in mesh.run(fit, True, 2, tmp_path, None):

@@ -113,6 +113,7 @@ def test_an_unfrozen_backbone_is_synchronised(ranks: Ranks, mode: str, optimizer
     assert rates[-1] == [1e-2, pytest.approx(1e-2 * 0.2 * 1.5 * 1.5)], "the new group's rate follows its schedule"
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [(mode, mode) for mode in MODES] + [("ddp", "reduce-scatter")])
 def test_finetuning_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
@@ -160,6 +161,7 @@ def pruned(name: str, strategy_options: dict[str, Any], callback: type[ModelPrun
     return watched(name, strategy_options, callbacks=[made], module=SameOnEveryRank, max_epochs=3)
 
 
+@pytest.mark.long
 def test_pruning_goes_back_to_the_first_weights_every_time(ranks: Ranks) -> None:
     """The callback points parameters at its copy of them. On a CPU "ddp" then trains that copy, and the next time goes
     back to what has been trained; a parameter in a buffer takes the values only."""

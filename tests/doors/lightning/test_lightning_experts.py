@@ -185,6 +185,7 @@ def written(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write
 
 
+@pytest.mark.long
 def test_a_directory_is_what_one_process_saves(
     written: Written, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]
 ) -> None:

@@ -121,6 +121,7 @@ def test_without_lightning_the_class_is_pytorch_lightnings(tmp_path: Path) -> No
     run_python("-c", textwrap.dedent(code), cwd=tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_without_either_an_error_says_what_to_install(tmp_path: Path) -> None:
     """And a Lightning that is there but broken is not reported as absent, nor passed over for the other package."""

@@ -198,6 +198,7 @@ def fit_ddp_around_ours() -> tuple[Any, Any]:
     return before, fit("ddp", **options)
 
 
+@pytest.mark.long
 def test_a_precision_plugin_shared_between_trainers_is_left_as_it_was(ranks: Ranks) -> None:
     """The engine's clipping and scaler are lent to the plugin for one fit; scale and growth go on where they were."""
     ours, theirs = (ranks.run(fit_often_with_one_plugin, name) for name in ("megatron_ddp", "ddp"))

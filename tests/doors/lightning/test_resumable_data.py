@@ -100,6 +100,7 @@ def test_ways_to_load_and_to_train(ranks: Ranks, tmp_path: Path, way: str) -> No
     assert_same_training([first, second], whole)
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "cuts",

@@ -132,6 +132,7 @@ def fit_into_a_file(path: Path) -> str:
 # --- replaced, refused -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_kind_of_checkpoint_may_change_under_the_same_name(ranks: Ranks, tmp_path: Path) -> None:
     """As ``last.ckpt`` does when a run is resumed with another ``state_dict_type``."""
     kinds = ranks.run(save_in_turns, tmp_path / "last.ckpt")
@@ -434,6 +435,7 @@ def test_of_a_link_the_link_is_removed(tmp_path: Path) -> None:
     assert folder_of(tmp_path / "one.ckpt") == {".metadata"}
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("keeps", [1, -1])
 def test_links_to_the_last_checkpoint_have_names_that_vary(ranks: Ranks, tmp_path: Path, keeps: int) -> None:

@@ -85,6 +85,7 @@ def complete_far_away(url: str) -> int:
     return sum(name.endswith("/.metadata") for name in names)
 
 
+@pytest.mark.long
 def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(ranks: Ranks, url: str) -> None:
     """ModelCheckpoint removes the old one as soon as it has asked for the new one."""
     for found in ranks.run(fit_slowly_in_background, url, complete_far_away):

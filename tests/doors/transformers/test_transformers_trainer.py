@@ -147,6 +147,7 @@ def test_the_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"])
 def test_element_wise_optimizers_of_trainers_names_shard(worlds: Worlds, optim: str, tmp_path: Path) -> None:
@@ -179,6 +180,7 @@ def test_adafactor_is_sharded_by_whole_parameters(worlds: Worlds, tmp_path: Path
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=resumes_on_cpus)], ids=["2 -> 1", "1 -> 2"])
 def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
@@ -223,6 +225,7 @@ def lora_again(name: str, folder: Path) -> tuple[Run, Run, list[str]]:
     return whole, fit(name, {}, folder / "again", resume=folder / "whole" / "checkpoint-3", **options), files
 
 
+@pytest.mark.long
 @resumes_on_cpus
 def test_an_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
     theirs = worlds.run(lora_again, "ddp", tmp_path / "theirs")
