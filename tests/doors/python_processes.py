@@ -6,8 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 import megastrategy
 
@@ -36,7 +39,7 @@ def run_pythons(
     returncode: int = 0,
 ) -> list[str]:
     """The same command in several processes at once, each with more variables in its environment. All of them have to
-    end with ``returncode``: -n for signal n."""
+    end with ``returncode``: -n for signal n. If one does not, the others are ended, and all outputs shown."""
     base = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "NODE_RANK")}
     base |= {
         "OMP_NUM_THREADS": "1",
@@ -46,24 +49,33 @@ def run_pythons(
     }
     command = [sys.executable, *arguments]
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    command,
-                    cwd=cwd,
-                    env=base | dict(environment),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+        outputs, processes = list[IO[str]](), list[subprocess.Popen[str]]()
+        for environment in environments:
+            outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            processes.append(
+                stack.enter_context(
+                    subprocess.Popen(
+                        command,
+                        cwd=cwd,
+                        env=base | dict(environment),
+                        stdout=outputs[-1],
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
                 )
             )
-            for environment in environments
-        ]
+        deadline = time.monotonic() + timeout_s
         try:
-            outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+            # Until one ends in another way: the others may wait for it.
+            while None in (codes := {process.poll() for process in processes}) and codes <= {None, returncode}:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
         finally:
             for process in processes:
                 process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == returncode, output
-    return outputs
+        for output in outputs:
+            output.seek(0)
+        texts = [output.read() for output in outputs]
+    assert codes == {returncode}, "\n".join(texts)
+    return texts

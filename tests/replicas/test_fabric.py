@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,7 @@ from megastrategy.data import ResumableSampler
 from megastrategy.fabric import MegatronDDPStrategy
 from megastrategy.lightning import MegatronDDPStrategy as TrainerStrategy
 from megastrategy.tools.conversion import consolidate
-from tests.support.patience import HANG_S
+from tests.doors.python_processes import run_pythons
 from tests.support.processes import run_processes
 from tests.support.replica_loops import FabricLoop, SampledCase, run_with_a_kill, set_environment_of_torchrun
 from tests.support.replica_processes import Kill
@@ -107,29 +101,13 @@ if __name__ == "__main__":
 """
 
 
-def launched(script: Path, of: int, *arguments: str) -> list[str]:
-    """Returns the output of each replica, a job that launches processes of its own. After an error the others end."""
+def launched(script: Path, of: int, *arguments: str, returncode: int = 0) -> list[str]:
+    """Returns the output of each replica, a job that launches processes of its own."""
     script.write_text(SCRIPT)
-    logs = [script.with_suffix(f".{slot}.log") for slot in range(of)]
     with lighthouse() as address:
-        common = os.environ | {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": str(of)}
-        jobs = []
-        for slot, log in enumerate(logs):
-            environment, command = common | {"REPLICA_GROUP_ID": str(slot)}, [sys.executable, script, *arguments]
-            with log.open("w") as file:
-                jobs.append(
-                    subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-                )
-        deadline = time.monotonic() + HANG_S
-        while (codes := {job.poll() for job in jobs}) != {0}:
-            if codes - {None, 0} or time.monotonic() > deadline:
-                for job in jobs:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(job.pid, signal.SIGKILL)  # its ranks, too
-                    job.wait()
-                break
-            time.sleep(0.1)
-    return [log.read_text() for log in logs]
+        common = {"TORCHFT_LIGHTHOUSE": address, "NUM_REPLICA_GROUPS": str(of)}
+        environments = [common | {"REPLICA_GROUP_ID": str(slot)} for slot in range(of)]
+        return run_pythons([str(script), *arguments], environments, returncode=returncode)
 
 
 @pytest.mark.long
@@ -145,7 +123,7 @@ def test_replicas_that_are_made_before_the_processes(method: str, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.fresh
 def test_the_strategys_timeout_has_to_be_longer(tmp_path: Path) -> None:
-    [output] = launched(tmp_path / "train.py", 1, "fork", "80")
+    [output] = launched(tmp_path / "train.py", 1, "fork", "80", returncode=1)
     assert re.search("skew_s=80: expected less than 80 seconds.* MegatronDDPStrategy", output), output
 
 

@@ -150,20 +150,8 @@ def pairwise(**fixed: Any) -> list[Row]:
         return bits
 
     allowed, anywhere = _allowed_rows(may_contradict), product(go_with_all)
-    others = [bits_of(_within(values)) for values in anywhere]
+    own, others = [bits_of(_within(values)) for values in allowed], [bits_of(_within(values)) for values in anywhere]
     items = [(name, value) for name, values in may_contradict.items() for value in values]
-    with_item = dict.fromkeys(items, 0)
-    for one, other in itertools.combinations(items, 2):
-        if one[0] != other[0]:
-            bit = bits_of([(*one, *other)])
-            with_item[one] |= bit
-            with_item[other] |= bit
-    every = functools.reduce(operator.or_, with_item.values())
-    # The pairs in a row of the first switches: without those of a value that it does not have.
-    own = [
-        every & ~functools.reduce(operator.or_, (with_item[item] for item in items if values[item[0]] != item[1]), 0)
-        for values in allowed
-    ]
     between = {item: [bits_of(pairs(dict([item]), values)) for values in anywhere] for item in items}
     # The most that a row of the first switches can bring, with whatever others.
     at_most = {item: functools.reduce(operator.or_, bits) for item, bits in between.items()}
