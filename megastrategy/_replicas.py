@@ -11,6 +11,7 @@ its ranks wait there for one that waits here.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -73,9 +74,9 @@ class Replicas(core.Replicas):
         patience_s: float | None = None,
         host: str | None = None,
     ) -> None:
-        of = int(_found(of, "of", "NUM_REPLICA_GROUPS"))
-        slot = int(_found(slot, "slot", "REPLICA_GROUP_ID"))
-        lighthouse = str(_found(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
+        of = _whole_number(of, "of", "NUM_REPLICA_GROUPS")
+        slot = _whole_number(slot, "slot", "REPLICA_GROUP_ID")
+        lighthouse = _address(_found(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
         heartbeat_s = _seconds(heartbeat_s, "MEGASTRATEGY_HEARTBEAT_S", HEARTBEAT_S)
         skew_s = _seconds(skew_s, "MEGASTRATEGY_SKEW_S", SKEW_S)
         patience_s = _seconds(patience_s, "MEGASTRATEGY_PATIENCE_S", PATIENCE_S)
@@ -99,8 +100,28 @@ def _found(given: Any, name: str, variable: str) -> Any:
     return given
 
 
+def _whole_number(given: Any, name: str, variable: str) -> int:
+    found = _found(given, name, variable)
+    try:
+        return int(found)
+    except ValueError:
+        raise ValueError(f"{name}={found!r} ({variable}): expected a whole number") from None
+
+
+def _address(found: Any) -> str:
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        parts = urllib.parse.urlsplit(str(found))
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return str(found)
+    raise ValueError(f"lighthouse={str(found)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510")
+
+
 def _seconds(given: float | None, variable: str, default: float) -> float:
-    return float(os.environ.get(variable, default)) if given is None else given
+    found = os.environ.get(variable, default) if given is None else given
+    try:
+        return float(found)
+    except ValueError:
+        raise ValueError(f"{variable}={found!r}: expected a number of seconds") from None
 
 
 def check_timeouts(heartbeat_s: float, skew_s: float, patience_s: float) -> None:
@@ -138,9 +159,13 @@ def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: flo
 
 def has_met(lighthouse: Any) -> bool:
     """Returns whether any replica has begun to train with this lighthouse."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy
-    with opener.open(f"{lighthouse.address()}/status", timeout=10.0) as page:
+    with _open(f"{lighthouse.address()}/status", 10.0) as page:
         return b"quorum_id: 0 " not in page.read()
+
+
+def _open(address: str, timeout_s: float) -> Any:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy
+    return opener.open(address, timeout=timeout_s)
 
 
 def _torchft(name: str) -> Any:
@@ -214,7 +239,7 @@ class TorchftLink(core.ReplicaLink):
         host, port = ranks.all_gather_objects((self._host, self._store.port if self._store is not None else 0))[0]
         skew = timedelta(seconds=self._skew_s)
         self._group = _group(torchft, skew, self._set_members)
-        self._transport = _torchft("torchft.checkpointing.http_transport").HTTPTransport(timeout=skew, num_chunks=0)
+        self._transport = _transport(_torchft("torchft.checkpointing.http_transport"), skew, self._host)
         self._transport._server.RequestHandlerClass.log_request = _ignore_request
         try:
             self._manager = torchft.Manager(
@@ -399,6 +424,21 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[i
             )
 
     return Group(timeout=timeout)
+
+
+def _transport(module: Any, timeout: timedelta, host: str) -> Any:
+    """Returns the server of this rank's state, which other replicas reach by the name ``host``, without a proxy."""
+
+    class Transport(module.HTTPTransport):  # type: ignore[misc] # a class of no type
+        def address(self) -> str:
+            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+
+        @classmethod
+        def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+            with _open(address, timeout.total_seconds()) as received:
+                return module._streaming_load(received, weights_only=False)
+
+    return Transport(timeout=timeout, num_chunks=0)
 
 
 def _end_server(transport: Any) -> None:

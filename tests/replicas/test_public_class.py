@@ -48,6 +48,25 @@ def test_arguments_come_from_the_environment_of_torchfts_launchers(monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("NUM_REPLICA_GROUPS", "two", r"of='two' \(NUM_REPLICA_GROUPS\): expected a whole number"),
+        ("REPLICA_GROUP_ID", "1.0", r"slot='1.0' \(REPLICA_GROUP_ID\): expected a whole number"),
+        ("MEGASTRATEGY_SKEW_S", "1m", "MEGASTRATEGY_SKEW_S='1m': expected a number of seconds"),
+        ("TORCHFT_LIGHTHOUSE", "localhost:29510", "lighthouse='localhost:29510' .* http://machine:29510"),
+        ("TORCHFT_LIGHTHOUSE", "http://localhost:two", "lighthouse='http://localhost:two' .* http://machine:29510"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, good in (VARIABLES | {variable: value}).items():
+        monkeypatch.setenv(name, good)
+    with pytest.raises(ValueError, match=message):
+        megastrategy.Replicas()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"slot": 2}, "slot=2: expected a number from 0 to 1"),

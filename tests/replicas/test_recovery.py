@@ -110,6 +110,30 @@ def test_state_is_taken_over_in_every_form(name: str) -> None:
         assert [has_part for *_, has_part in theirs["steps"]] == [True, True, False, *[True] * 5]
 
 
+def test_a_state_is_asked_for_by_the_name_that_was_given_and_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine whose own name others do not know. Sums and questions to the lighthouse do not need it."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://localhost:1")
+    case = Case(num_epochs=1)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        points: list[str] = []
+
+        def hook(point: str) -> None:
+            points.append(point)
+            if (slot, point, points.count(point)) == (1, "before vote", 2):
+                run.replicas.link.fail()  # type: ignore[attr-defined]
+
+        run = prepare(case, slot, rank, address, collectives, hook, skew_s=5.0, patience_s=15.0)
+        run.train()
+        return run.outcome()
+
+    [[first], [second]] = results(run_replicas(case, job, skew_s=5.0))
+    assert_equal(first, second)
+    assert [has_part for *_, has_part in second["steps"]] == [True, False, True, True]
+
+
 def test_a_state_that_is_asked_for_early_is_waited_for() -> None:
     """Replicas that have met ask at once, and the one that sends may have served an older state before."""
     case = Case(num_epochs=1, num_batches=6)
