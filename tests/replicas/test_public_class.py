@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._replicas import TorchftLink, check_timeouts, describe_timeouts
-from megastrategy.core import SingleRankCollectives, make_collectives
+from megastrategy.core import Replicas, SingleRankCollectives, make_collectives
 from megastrategy.errors import CollectiveError, LayoutMismatchError
 from tests.support.ranks import run_ranks
-from tests.support.replicas import Case, lighthouse, prepare
+from tests.support.replicas import Case, HookedLink, lighthouse, prepare
 
 VARIABLES = {"NUM_REPLICA_GROUPS": "3", "REPLICA_GROUP_ID": "2", "TORCHFT_LIGHTHOUSE": "http://localhost:1"}
 
@@ -146,6 +146,16 @@ def test_a_second_model_and_parameters_of_no_model_are_refused() -> None:
     other = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="not the wrapped model's"):
         DistributedOptimizer(torch.optim.SGD([*run.module.parameters(), other], lr=0.1), run.model)
+
+
+def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
+    """Its steps would be made again on weights that were taken, and its state would not be taken over."""
+    link = HookedLink(0, "http://localhost:1", lambda point: None)
+    replicas = Replicas(link, of=1, slot=0)
+    model = DistributedDataParallel(nn.Linear(2, 2), collectives=SingleRankCollectives(), replicas=replicas)
+    with pytest.raises(ValueError, match=r"no DistributedOptimizer of this model.*DistributedOptimizer\(optimizer, model"):
+        replicas.begin_batch()
+    model.close()
 
 
 def test_other_groups_of_parameters_are_refused() -> None:

@@ -92,6 +92,15 @@ class ReplicaState:
         """Adds an optimizer to the state."""
         self.optimizers.append(optimizer)
 
+    def check_has_optimizer(self) -> None:
+        """Raises ValueError if there is none: steps of another one would be repeated on weights that were taken."""
+        if not self.optimizers:
+            raise ValueError(
+                "no DistributedOptimizer of this model: with replicas, it takes over an optimizer's state, and does not "
+                "step where the others have. Wrap the model's optimizers before the first batch: "
+                "DistributedOptimizer(optimizer, model)"
+            )
+
     @property
     def _present(self) -> Engine:
         engine = self._engine()

@@ -68,6 +68,9 @@ class ReplicaModel(Protocol):
     def load(self, state: Any) -> None:
         """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
 
+    def check_has_optimizer(self) -> None:
+        """Raises ValueError if no optimizer has been added, whose state and steps replicas could follow."""
+
     def groups(self) -> Any:
         """Returns which parameters are trained, and the optimizers' groups: names and hyper-parameters."""
 
@@ -277,6 +280,7 @@ class Replicas:
         with self.leaving_after_an_error():
             model.drop_unfinished()
             if self._phase == "not joined":
+                model.check_has_optimizer()
                 self.link.join(model.ranks, self._state)
             if self._phase != "open":
                 self._begin_window(joins=True)
