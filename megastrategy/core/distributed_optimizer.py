@@ -376,6 +376,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """For gradient scalers: comes before they read on the host what :meth:`unscale_grads_` has found."""
         engine = self._impl.engine
         engine.collectives.wait_for_device(engine.device, "all-reduce")
+        if self._impl.has_replicas:
+            self._impl.note_scaler()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Collective if any parameter of the wrapped model was not trained before.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
 from megastrategy.core import Collectives, Replicas
 from tests.support.replica_loops import replicas_at
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
@@ -137,6 +137,37 @@ def test_a_replica_whose_vote_fails_takes_the_others_state_in_the_middle_of_a_ba
     [left_out] = {place for place, (*_, has_part) in enumerate(found[1][0]["steps"], 1) if not has_part}
     assert left_out == window
     assert all(has_part for *_, has_part in found[0][0]["steps"])
+
+
+@pytest.mark.parametrize("overflows_in", [0, 1])
+def test_a_scaler_leaves_out_the_step_of_either_optimizer(overflows_in: int) -> None:
+    """As at the start of a training in fp16. The other optimizer steps, in the same batch."""
+    case, scales = Case(num_epochs=1), list[float]()
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        replicas = Replicas(
+            HookedLink(slot, address, lambda point: None), of=case.of, slot=slot, patience_s=PATIENCE_S
+        )
+        loop = Loop(case, slot, rank, replicas, collectives, zeroes=False)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        replicas.register("scaler", scaler.state_dict, scaler.load_state_dict)
+        for epoch in replicas.epochs(1):
+            for batch in replicas.batches(case.batches(epoch, slot, rank)):
+                for part, optimizer in enumerate(loop.optimizers):
+                    overflows = (replicas.batch, part, slot) == (1, overflows_in, 1)
+                    scaler.scale(loss_of(loop.model(batch, part)) * (float("inf") if overflows else 1.0)).backward()
+                    before = [param.detach().clone() for param in loop.module.parts[part].parameters()]
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                    is_left_out = all(map(torch.equal, before, loop.module.parts[part].parameters()))
+                    assert is_left_out == ((replicas.batch, part) == (1, overflows_in))
+                scaler.update()
+        scales.append(scaler.get_scale())
+        return outcome_of(loop.module, *loop.optimizers)
+
+    [first], [second] = results(run_replicas(case, job))
+    assert_equal(first, second)
+    assert scales == [512.0, 512.0]
 
 
 def loop_of(place: Place, hook: Hook) -> Any:

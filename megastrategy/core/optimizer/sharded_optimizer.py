@@ -148,6 +148,12 @@ class ShardedOptimizer:
         """Whether its model trains with replicas."""
         return self._replica_state is not None
 
+    def note_scaler(self) -> None:
+        """Reports to the replicas that a scaler decides whether this optimizer steps: the window has ended."""
+        across = self.engine.reducer.across
+        assert across is not None
+        across.replicas.note_scaler()
+
     def skips_step(self) -> bool:
         """Returns True if there is nothing to step: other replicas have, or fewer than their ``minimum`` are left.
 

@@ -395,6 +395,10 @@ class Replicas:
         if not self.is_skipped:
             self._numbers = _chained(self._numbers, numbers)
 
+    def note_scaler(self) -> None:
+        """Comes before a gradient scaler steps an optimizer or leaves the step out, as all replicas do alike."""
+        self._has_stepped = True
+
     def abandon(self) -> None:
         """Leaves the group of members in the middle of a window, after an error: their sums fail at once."""
         if self._phase == "open":
