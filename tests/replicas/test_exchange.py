@@ -319,8 +319,10 @@ def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
         loss_of(run.model(batch)).backward()
         run.optimizer.step()
 
-    found = equal(outcomes_of(case, step))
+    runs: list[Run] = []
+    found = equal(outcomes_of(case, step, prepared=runs.append))
     assert all(len(each["steps"]) == case.num_batches + 2 for each in found)
+    assert [(run.replicas.epoch, run.replicas.batch) for run in runs] == [(1, 2), (1, 2)], "where to go on"
 
 
 def test_a_vote_that_differs_is_adopted_and_a_schedule_steps_once() -> None:

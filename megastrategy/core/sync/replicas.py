@@ -98,7 +98,8 @@ class Replicas:
         patience_s: the seconds for which missing replicas are waited for, at the start and below ``minimum``.
 
     Attributes:
-        epoch, batch: the loop's place: the present epoch, and the batches of it so far.
+        epoch, batch: the loop's place: the present epoch, and the batches of it so far. After :meth:`stop` that of the
+            first batch that was not trained.
         should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
         is_skipped: whether no optimizer of this replica steps in this window: others have, and their state was taken,
             or fewer than ``minimum`` are left.
@@ -187,7 +188,7 @@ class Replicas:
         while self.epoch < num and not self.should_stop:
             epoch = self.epoch
             yield epoch
-            if self.epoch == epoch:
+            if self.epoch == epoch and not self.should_stop:
                 self.epoch, self.batch = epoch + 1, 0
         self.finish()
 
@@ -219,7 +220,8 @@ class Replicas:
                 yield batch
                 self.batch += 1
         finally:
-            self.epoch, self.batch = epoch + 1, 0
+            if not self.should_stop:  # a checkpoint after a stop has the place at which to go on
+                self.epoch, self.batch = epoch + 1, 0
 
     def _check_place(self, epoch: int, fetched: int) -> None:
         if self.epoch != epoch or self.batch < fetched:
@@ -372,6 +374,8 @@ class Replicas:
         before = self.num_taken
         self._meet(joins=False)
         self.is_skipped = self.num_taken > before
+        if self.is_skipped and len(self.members) < self.minimum:
+            self._phase = "between"  # the others wait before their next batch, so this replica does, too
         return self.is_skipped
 
     def drop_below_minimum(self) -> bool:
