@@ -169,3 +169,41 @@ def test_a_replica_that_leaves_does_not_wait_and_the_other_one_asks_the_lighthou
     alone = ["before meeting", "question", "after meeting"]
     expected = ["after vote", "before meeting", *alone, *["after vote", *alone] * 2]
     assert found[1][0]["points"][-len(expected) :] == expected
+
+
+class LeftError(Exception):
+    """Ends a replica."""
+
+
+def test_a_replica_that_takes_the_state_below_the_minimum_waits_with_the_others() -> None:
+    """The third one ends after its vote, the second one's vote fails: the first waits for three before its next batch."""
+    case = Case(of=3, num_epochs=1, num_batches=6, minimum=3)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        lives: list[Run] = []
+        points: list[str] = []
+
+        def hook(point: str) -> None:
+            points.append(point)
+            if len(lives) > 1 or points.count(point) != 3:
+                return
+            if (slot, point) == (1, "before vote"):
+                lives[0].replicas.link.fail()  # type: ignore[attr-defined]
+            if (slot, point) == (2, "after vote"):
+                raise LeftError
+
+        while True:
+            lives.append(prepare(case, slot, rank, address, collectives, hook))
+            try:
+                lives[-1].train()
+            except LeftError:
+                continue
+            return [run.steps for run in lives], lives[-1].outcome()
+
+    [[first], [second], [third]] = results(run_replicas(case, job))
+    together = (0, 1, 2)
+    assert first[0] == [[(0, number, together, True) for number in range(6)]]
+    assert second[0] == [[(0, number, together if number != 2 else (0, 1), number != 2) for number in range(6)]]
+    assert third[0] == [[(0, 0, together, True), (0, 1, together, True)], [(0, n, together, True) for n in range(3, 6)]]
+    assert_equal(first[1], second[1])
+    assert_equal(first[1], third[1])
