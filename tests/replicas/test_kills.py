@@ -98,17 +98,19 @@ def test_one_of_three_is_killed(point: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "point", "is_dropped"),
-    [(1, "before sum 0", True), (2, "after sum 0", True), (2, "before vote", False)],
+    ("accumulate", "point", "step", "is_dropped"),
+    [(1, "before sum 0", 3, True), (2, "after sum 0", 3, True), (2, "before vote", 3, False), (1, "before sum 0", 1, True)],
 )
-def test_below_the_minimum_a_batch_is_dropped(accumulate: int, point: str, is_dropped: bool, tmp_path: Path) -> None:
-    """Also one of several microbatches, which a replica that joins now would not have all."""
+def test_below_the_minimum_a_batch_is_dropped(
+    accumulate: int, point: str, step: int, is_dropped: bool, tmp_path: Path
+) -> None:
+    """Also one of several microbatches, which a replica that joins now would not have all, and the very first one."""
     case = Case(num_epochs=2, num_batches=10, accumulate=accumulate, minimum=2)
-    found = run_with_kills(case, [Kill(1, 0, point)], tmp_path)
+    found = run_with_kills(case, [Kill(1, 0, point, step)], tmp_path)
     assert_equal(found[0][0], found[1][0])
     ends = [(epoch, number) for epoch in range(2) for number in range(10) if case.ends_window(number)]
     steps = members_by_step(logged_steps(tmp_path))
-    assert set(ends) - set(steps) == ({ends[2]} if is_dropped else set())
+    assert set(ends) - set(steps) == ({ends[step - 1]} if is_dropped else set())
     assert set(steps.values()) == {(0, 1)}
     assert [step[:2] for step in found[0][0]["steps"]] == ends, "the survivor ran each batch once"
     assert_replayed(case, found[0][0]["weights"], steps)

@@ -24,7 +24,8 @@ class ReplicaLink(ABC):
         members: the slots of the replicas that met last, in one order for all of them.
         place: of this replica among them.
         number: of the present group of members; a new group has another one.
-        step: the number of votes that said yes, since a start at which no replica had any.
+        step: the number of votes that said yes, and of steps that were passed, since a start at which no replica had
+            any.
         failure: why something did not complete since the last meeting; "" if nothing failed.
     """
 
@@ -82,6 +83,10 @@ class ReplicaLink(ABC):
     @abstractmethod
     def vote(self) -> bool:
         """Returns True if nothing has failed on any rank of this replica; that is a step. Collective over its ranks."""
+
+    @abstractmethod
+    def pass_step(self) -> None:
+        """Counts a step without a vote. All ranks and all members do so alike."""
 
     @abstractmethod
     def leave(self) -> None:
