@@ -310,6 +310,26 @@ def test_a_replica_that_skips_a_batch_ends() -> None:
     assert len(first["steps"]) == case.num_batches
 
 
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_a_replica_whose_loader_is_shorter_ends_with_an_error(num_epochs: int, short: int) -> None:
+    """Also in the last epoch, where it would have come to its end with other weights than the others."""
+    case = Case(num_epochs=num_epochs)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        run = prepare(case, slot, rank, address, collectives)
+        with contextlib.closing(run.replicas):
+            for epoch in run.replicas.epochs(num_epochs):
+                for batch in run.replicas.batches(case.batches(epoch, slot, rank)[: 3 if slot == short else 4]):
+                    run.train_on(batch)
+        return run.steps
+
+    outcomes = [by_rank[0] for by_rank in run_replicas(case, job)]
+    assert isinstance(outcomes[short], ReplicaMismatchError)
+    assert "has read all 3 batches of an epoch, and the loader of another one has 4" in str(outcomes[short])
+    assert len(outcomes[1 - short]) == 4 * num_epochs
+
+
 def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     case = Case(num_epochs=2)
 

@@ -158,6 +158,18 @@ def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
     model.close()
 
 
+@pytest.mark.parametrize(
+    ("get", "message"), [(threading.Lock, "cannot pickle"), (lambda: {}["missing"], "KeyError: 'missing'")]
+)
+def test_registered_state_that_cannot_be_sent_is_named_at_the_start(get: Any, message: str) -> None:
+    """Otherwise all replicas would end when one comes back: it never gets a state, and the others meet it in vain."""
+    run = prepare(Case(of=1), 0, 0, "http://localhost:1", SingleRankCollectives())
+    run.replicas.register("weights", run.module.state_dict, lambda state: None)
+    run.replicas.register("place", get, lambda state: None)
+    with pytest.raises(ValueError, match=rf"replicas\.register\('place', get, put\).*{message}"):
+        run.replicas.begin_batch()
+
+
 def test_other_groups_of_parameters_are_refused() -> None:
     run = prepare(Case(), 0, 0, "http://localhost:1", SingleRankCollectives())
     across = run.model.engine.reducer.across

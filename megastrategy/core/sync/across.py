@@ -115,6 +115,7 @@ class AcrossReplicas:
             self.forget()
             assert every is not None, "the vote would have said no"
             replicas.check(every[0])
+            replicas.note_lengths(every[0])
             replicas.should_stop |= any(Flag.STOPS in facts.flags for facts in every[0])
         for buffer, received in buffers:
             buffer.copy_(received)
@@ -177,7 +178,13 @@ def _facts_of(agreed: Agreement, tokens: tuple[float, int], replicas: Replicas) 
     }
     facts = replicas.facts(flags=Flag(sum(flag for flag, is_set in flags.items() if is_set)))
     weights, num = tokens
-    return dataclasses.replace(facts, microbatch=agreed.microbatch or 0, token_weights=weights, num_losses=num)
+    return dataclasses.replace(
+        facts,
+        microbatch=agreed.microbatch or 0,
+        token_weights=weights,
+        num_losses=num,
+        num_batches=replicas.num_batches,
+    )
 
 
 def _joined(agreed: Agreement, every: Sequence[ReplicaFacts], used: bytes) -> tuple[Agreement, tuple[float, int]]:

@@ -18,7 +18,7 @@ from ..errors import LayoutMismatchError, MegastrategyError, MicrobatchMismatchE
 WORD = 8
 """Bytes of a digest: replicas that differ by accident, not on purpose."""
 
-_ROW = struct.Struct("<8s8s8sQQdII")
+_ROW = struct.Struct("<8s8s8sQQdIQI")
 
 
 class Flag(enum.IntFlag):
@@ -49,6 +49,7 @@ class ReplicaFacts:
         numbers: a digest of the hyper-parameters of all steps so far.
         batch: the number of batches so far.
         microbatch: see :class:`~.agreement.Agreement`.
+        num_batches: the length of its loader; 0 if it has none.
         token_weights, num_losses: see :mod:`.loss_tokens`.
     """
 
@@ -59,6 +60,7 @@ class ReplicaFacts:
     microbatch: int = 0
     token_weights: float = 0.0
     num_losses: int = 0
+    num_batches: int = 0
     flags: Flag = NO_FLAGS
 
 

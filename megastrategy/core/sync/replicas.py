@@ -38,9 +38,13 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import io
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from ..collectives import Collectives, ReplicaLink, Worker
 from ..errors import CollectiveError, ReplicaMismatchError
@@ -103,6 +107,7 @@ class Replicas:
         should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
         is_skipped: whether no optimizer of this replica steps in this window: others have, and their state was taken,
             or fewer than ``minimum`` are left.
+        num_batches: the length of the present epoch's loader; 0 if it has none.
         num_taken: the number of times that the state of another replica was taken.
         notice: at most :data:`NOTICE` bytes that are the leader's in all replicas after each meeting of new members.
     """
@@ -122,6 +127,7 @@ class Replicas:
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         self._phase = "not joined"  # then "between", "open" (a window), "closed"
         self._has_started = self._wants_stop = self._has_stepped = self._joins = False
+        self.num_batches = self._most_batches = 0  # of this epoch, where a loader has a length
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
 
@@ -206,6 +212,7 @@ class Replicas:
                 "epochs as for epoch in replicas.epochs(num_epochs)"
             )
         epoch, iterator, fetched = self.epoch, iter(loader), 0
+        self.num_batches = self._most_batches = _length_of(loader)
         try:
             while True:
                 self.begin_batch()
@@ -215,6 +222,7 @@ class Replicas:
                 while fetched < self.batch and next(iterator, _END) is not _END:
                     fetched += 1
                 if (batch := next(iterator, _END)) is _END:
+                    self._check_length(fetched)
                     return
                 fetched += 1
                 yield batch
@@ -222,6 +230,19 @@ class Replicas:
         finally:
             if not self.should_stop:  # a checkpoint after a stop has the place at which to go on
                 self.epoch, self.batch = epoch + 1, 0
+
+    def note_lengths(self, every: Sequence[ReplicaFacts]) -> None:
+        """Notes the most batches that the loader of any member has in this epoch."""
+        self._most_batches = max(facts.num_batches for facts in every)
+
+    def _check_length(self, fetched: int) -> None:
+        # The others would go on alone, and if it is the last epoch, each would end with weights of its own.
+        if fetched < self._most_batches:
+            self.close()
+            raise ReplicaMismatchError(
+                f"replica {self.slot} has read all {fetched} batches of an epoch, and the loader of another one has "
+                f"{self._most_batches}: give each replica as many batches, by a DistributedSampler for example"
+            )
 
     def _check_place(self, epoch: int, fetched: int) -> None:
         if self.epoch != epoch or self.batch < fetched:
@@ -283,6 +304,7 @@ class Replicas:
             model.drop_unfinished()
             if self._phase == "not joined":
                 model.check_has_optimizer()
+                self._check_registered()
                 self.link.join(model.ranks, self._state)
             if self._phase != "open":
                 self._begin_window(joins=True)
@@ -525,6 +547,17 @@ class Replicas:
             self._load_registered()  # first: they may unfreeze parameters
             self.load_taken()
 
+    def _check_registered(self) -> None:
+        """Raises ValueError for state that could not be sent: otherwise all would end when one comes back."""
+        for name, (get, _) in self._registered.items():
+            try:
+                _Checker(io.BytesIO()).dump(get())
+            except Exception as error:
+                raise ValueError(
+                    f"replicas.register({name!r}, get, put): the state that get() returns is sent to a replica that "
+                    f"comes back, and that failed: {type(error).__name__}: {error}"
+                ) from error
+
     def _load_registered(self) -> None:
         """Loads the state of the training loop, between two batches: before, the program would count a batch twice."""
         if "registered" not in self._taken:
@@ -564,7 +597,21 @@ class Replicas:
         return results[0]
 
 
+class _Checker(pickle.Pickler):
+    """Pickles all but tensors, which can always be sent."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "a tensor" if isinstance(value, Tensor) else None
+
+
 _END: Any = object()
+
+
+def _length_of(loader: Iterable[Any]) -> int:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a DataLoader of an IterableDataset
+        return 0
 
 
 def _chained(word: bytes, text: str) -> bytes:
