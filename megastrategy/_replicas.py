@@ -113,7 +113,9 @@ def _address(found: Any) -> str:
         parts = urllib.parse.urlsplit(str(found))
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return str(found)
-    raise ValueError(f"lighthouse={str(found)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510")
+    raise ValueError(
+        f"lighthouse={str(found)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510"
+    )
 
 
 def _seconds(given: float | None, variable: str, default: float) -> float:
@@ -323,6 +325,9 @@ class TorchftLink(core.ReplicaLink):
 
     def undo_meeting(self) -> None:
         self._manager.load_state_dict({"step": self._step_before, "batches_committed": 0})
+        self.leave_group()
+
+    def leave_group(self) -> None:
         self._manager._commit_failures += 1  # otherwise the same members would not make a new group
         self._drop_group()
 

@@ -99,7 +99,12 @@ def test_one_of_three_is_killed(point: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("accumulate", "point", "step", "is_dropped"),
-    [(1, "before sum 0", 3, True), (2, "after sum 0", 3, True), (2, "before vote", 3, False), (1, "before sum 0", 1, True)],
+    [
+        (1, "before sum 0", 3, True),
+        (2, "after sum 0", 3, True),
+        (2, "before vote", 3, False),
+        (1, "before sum 0", 1, True),
+    ],
 )
 def test_below_the_minimum_a_batch_is_dropped(
     accumulate: int, point: str, step: int, is_dropped: bool, tmp_path: Path

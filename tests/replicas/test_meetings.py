@@ -176,7 +176,7 @@ class LeftError(Exception):
 
 
 def test_a_replica_that_takes_the_state_below_the_minimum_waits_with_the_others() -> None:
-    """The third one ends after its vote, the second one's vote fails: the first waits for three before its next batch."""
+    """The third ends after its vote, the vote of the second fails: the first waits for three before its next batch."""
     case = Case(of=3, num_epochs=1, num_batches=6, minimum=3)
 
     def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:

@@ -145,9 +145,7 @@ def test_a_scaler_leaves_out_the_step_of_either_optimizer(overflows_in: int) -> 
     case, scales = Case(num_epochs=1), list[float]()
 
     def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        replicas = Replicas(
-            HookedLink(slot, address, lambda point: None), of=case.of, slot=slot, patience_s=PATIENCE_S
-        )
+        replicas = Replicas(HookedLink(slot, address, lambda point: None), of=case.of, slot=slot, patience_s=PATIENCE_S)
         loop = Loop(case, slot, rank, replicas, collectives, zeroes=False)
         scaler = GradScaler("cpu", init_scale=1024.0)
         replicas.register("scaler", scaler.state_dict, scaler.load_state_dict)

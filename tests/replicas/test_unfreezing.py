@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,24 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core import Collectives, Replicas
+from megastrategy.errors import LayoutMismatchError
 from tests.support.replica_loops import replicas_at
 from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
 from tests.support.replica_trainer import Fit, Module
-from tests.support.replicas import Case, Hook, assert_equal, loss_of, mean_grads, members_by_step, outcome_of
+from tests.support.replicas import (
+    PATIENCE_S,
+    Case,
+    Hook,
+    HookedLink,
+    assert_equal,
+    loss_of,
+    mean_grads,
+    members_by_step,
+    outcome_of,
+    results,
+    run_replicas,
+)
 
 UNFREEZES_IN = 1
 
@@ -131,3 +146,36 @@ def test_one_that_comes_back_trains_what_the_others_have_unfrozen(
             else:
                 [schedule] = mine["schedules"]
                 assert schedule["_last_lr"] == rates
+
+
+@pytest.mark.parametrize("where", [(0,), (1,), (0, 1)])
+def test_a_layer_that_one_replica_unfreezes_alone_ends_no_process(where: tuple[int, ...]) -> None:
+    """Before the second batch, which is in a window already. Sums of other sizes would end the others' processes."""
+    case = Case("momentum", num_epochs=1, options={"bucket_size": 10_000})
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        module, points = case.module(), list[str]()
+        assert isinstance(module, nn.Sequential)
+        module[0].requires_grad_(False)
+        replicas = Replicas(HookedLink(slot, address, points.append), of=case.of, slot=slot, patience_s=PATIENCE_S)
+        model = DistributedDataParallel(module, case.config(), collectives=collectives, replicas=replicas)
+        optimizer = DistributedOptimizer(optimizer_of(module), model)
+        steps = []
+        with contextlib.closing(replicas):
+            for batch in replicas.batches(case.batches(0, slot, rank)):
+                if replicas.batch == 1 and slot in where:
+                    add_backbone(optimizer, module[0])
+                optimizer.zero_grad()
+                loss_of(model(batch)).backward()
+                steps.append(replicas.members)
+                optimizer.step()
+        return steps, outcome_of(module, optimizer)
+
+    outcomes = [by_rank[0] for by_rank in run_replicas(case, job)]
+    if len(where) == 2:
+        [[first], [second]] = results([[each] for each in outcomes])
+        assert_equal(first[1], second[1])
+        assert first[0] == [(0, 1)] * 4
+        return
+    assert isinstance(outcomes[1], LayoutMismatchError)
+    assert outcomes[0][0] == [(0, 1), (0,), (0,), (0,)]

@@ -56,8 +56,11 @@ class ReplicaLink(ABC):
 
     @abstractmethod
     def undo_meeting(self) -> None:
-        """Goes back to the step before the last meeting, or after a later vote, and leaves the group, whose members
-        then fail."""
+        """Goes back to the step before the last meeting, or after a later vote, and leaves the group."""
+
+    @abstractmethod
+    def leave_group(self) -> None:
+        """Leaves the group of the last meeting, whose members then fail; the next one is another group."""
 
     @abstractmethod
     def mean_(self, tensor: Tensor) -> None:

@@ -96,8 +96,8 @@ class ReplicaState:
         """Raises ValueError if there is none: steps of another one would be repeated on weights that were taken."""
         if not self.optimizers:
             raise ValueError(
-                "no DistributedOptimizer of this model: with replicas, it takes over an optimizer's state, and does not "
-                "step where the others have. Wrap the model's optimizers before the first batch: "
+                "no DistributedOptimizer of this model: with replicas it takes over an optimizer's state, and makes no "
+                "step that others have made. Wrap the model's optimizers before the first batch: "
                 "DistributedOptimizer(optimizer, model)"
             )
 

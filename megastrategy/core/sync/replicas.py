@@ -130,6 +130,7 @@ class Replicas:
         self.num_batches = self._most_batches = 0  # of this epoch, where a loader has a length
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
+        self._layout = b""  # the digest of the last meeting
 
     @functools.cached_property
     def worker(self) -> Worker:
@@ -329,6 +330,9 @@ class Replicas:
             ReplicaMismatchError: if the others have gone on without this replica.
         """
         if self._phase == "open" and not self.is_skipped:
+            if self._attached.layout_digest() != self._layout:
+                with self.leaving_after_an_error(), self._taking_none():
+                    self._leave_and_meet(joins=False)
             return False
         if self._phase not in ("open", "between") or not self._has_stepped:
             raise ValueError(
@@ -337,15 +341,20 @@ class Replicas:
             )
         with self.leaving_after_an_error():
             if self._phase == "between":
-                before = self.num_taken
-                self._begin_window(joins=False)
-                if self.num_taken > before:
-                    raise ReplicaMismatchError(
-                        f"replica {self.slot} was stopped for too long in the middle of a batch, and the others went "
-                        "on without it. Start it again"
-                    )
+                with self._taking_none():
+                    self._begin_window(joins=False)
             self._begin()
         return True
+
+    @contextlib.contextmanager
+    def _taking_none(self) -> Iterator[None]:
+        before = self.num_taken
+        yield
+        if self.num_taken > before:
+            raise ReplicaMismatchError(
+                f"replica {self.slot} was stopped for too long in the middle of a batch, and the others went on "
+                "without it. Start it again"
+            )
 
     def exchange(self, facts: ReplicaFacts, numbers: bytes) -> tuple[list[ReplicaFacts], bytes] | None:
         """Returns the facts of all members, and the maxima of their ``numbers``; None if that failed."""
@@ -445,9 +454,18 @@ class Replicas:
     # --- meetings ----------------------------------------------------------------------------------------------------
 
     def _begin_window(self, *, joins: bool) -> None:
-        if not self._are_all_there():
+        if self._layout and self._attached.layout_digest() != self._layout:
+            self._leave_and_meet(joins=joins)
+        elif not self._are_all_there():
             self._meet(joins=joins)
-        self._phase = "open"
+        self._phase, self._layout = "open", self._attached.layout_digest()
+
+    def _leave_and_meet(self, *, joins: bool) -> None:
+        """Meets the others in a new group, in which layouts are compared first: gloo ends processes whose sums have
+        other sizes than this one's."""
+        self.link.leave_group()
+        self._meet(joins=joins)
+        self._layout = self._attached.layout_digest()
 
     def _are_all_there(self) -> bool:
         """Returns whether all replicas are members and have come here; see [Note: a meeting of all replicas]."""
