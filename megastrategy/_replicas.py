@@ -373,6 +373,7 @@ class TorchftLink(core.ReplicaLink):
     def pass_step(self) -> None:
         self._transport.disallow_checkpoint()  # later requests wait for the next state
         self._manager.load_state_dict({"step": self.step + 1, "batches_committed": 0})
+        self._step_before = self.step
 
     def leave(self) -> None:
         if self._transport is None:
