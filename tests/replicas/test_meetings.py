@@ -144,6 +144,31 @@ def test_two_of_three_meet_again_if_a_decision_between_two_steps_failed_in_one(r
         assert mine["steps"] == theirs["steps"] == [(0, number, (0, 1), True) for number in range(case.num_batches)]
 
 
+def test_two_of_three_keep_their_group_after_a_vote_that_failed_once() -> None:
+    """Each of their meetings asks the lighthouse, which makes a new group as long as a failure is reported."""
+    case = Case(of=3, num_epochs=1, num_batches=8)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        points, numbers = list[str](), list[int]()
+
+        def hook(point: str) -> None:
+            points.append(point)
+            if (slot, point, points.count(point)) == (1, "before vote", 3):
+                run.replicas.link.fail()  # type: ignore[attr-defined]
+
+        run = prepare(case, slot, rank, address, collectives, hook)
+        if slot == 2:
+            run.replicas.begin_batch()
+            run.replicas.finish()
+        else:
+            run.train(lambda run: numbers.append(run.replicas.link.number))
+        return numbers
+
+    for numbers in [by_rank[0] for by_rank in results(run_replicas(case, job))][:2]:
+        assert numbers[-1] > numbers[0], "the vote failed"
+        assert len(set(numbers[-4:])) == 1
+
+
 def leave_in_the_midst(place: Place, hook: Hook) -> Any:
     """Replica 0 breaks out of its loop."""
     points: list[str] = []
