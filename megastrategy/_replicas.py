@@ -360,18 +360,15 @@ class TorchftLink(core.ReplicaLink):
     def vote(self) -> bool:
         # Manager.should_commit asks the same of the ranks through a server, which takes 0.9 ms.
         voted = self._ranks.max_of_bytes([self.failure != ""]) == [0]
+        self._transport.disallow_checkpoint()  # later requests wait for the next state
         if voted:
             self.pass_step()
             self._manager._commit_failures = 0
         else:
-            self._transport.disallow_checkpoint()
-            self._manager._commit_failures += 1
-            self._drop_group()  # members that voted yes would wait for this one in their next meeting
-        self._step_before = self.step
+            self.leave_group()  # members that voted yes would wait for this one in their next meeting
         return voted
 
     def pass_step(self) -> None:
-        self._transport.disallow_checkpoint()  # later requests wait for the next state
         self._manager.load_state_dict({"step": self.step + 1, "batches_committed": 0})
         self._step_before = self.step
 

@@ -326,7 +326,7 @@ def test_a_replica_whose_loader_is_shorter_ends_with_an_error(num_epochs: int, s
 
     outcomes = [by_rank[0] for by_rank in run_replicas(case, job)]
     assert isinstance(outcomes[short], ReplicaMismatchError)
-    assert "has read all 3 batches of an epoch, and the loader of another one has 4" in str(outcomes[short])
+    assert "has read all 3 batches of its loader, and that of another replica has 4" in str(outcomes[short])
     assert len(outcomes[1 - short]) == 4 * num_epochs
 
 

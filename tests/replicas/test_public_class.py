@@ -148,13 +148,19 @@ def test_a_second_model_and_parameters_of_no_model_are_refused() -> None:
         DistributedOptimizer(torch.optim.SGD([*run.module.parameters(), other], lr=0.1), run.model)
 
 
-def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("wrapped", "left"), [([], "4 of 4 .*: 0.weight, 0.bias, 1.weight, ..."), ([0], "2 of 4 .*: 1.weight, 1.bias")]
+)
+def test_parameters_whose_optimizer_is_not_wrapped_are_refused(wrapped: list[int], left: str) -> None:
     """Its steps would be made again on weights that were taken, and its state would not be taken over."""
     link = HookedLink(0, "http://localhost:1", lambda point: None)
-    replicas = Replicas(link, of=1, slot=0)
-    model = DistributedDataParallel(nn.Linear(2, 2), collectives=SingleRankCollectives(), replicas=replicas)
-    with pytest.raises(ValueError, match=r"no DistributedOptimizer of this model.*DistributedOptimizer\(opt"):
+    replicas, module = Replicas(link, of=1, slot=0), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = DistributedDataParallel(module, collectives=SingleRankCollectives(), replicas=replicas)
+    kept = [DistributedOptimizer(torch.optim.SGD(module[part].parameters(), lr=0.1), model) for part in wrapped]
+    message = rf"{left}. Only a DistributedOptimizer .* wrap .* DistributedOptimizer\(optimizer, model\), and freeze"
+    with pytest.raises(ValueError, match=message):
         replicas.begin_batch()
+    assert len(kept) == len(wrapped)
     model.close()
 
 

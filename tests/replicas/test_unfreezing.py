@@ -179,3 +179,26 @@ def test_a_layer_that_one_replica_unfreezes_alone_ends_no_process(where: tuple[i
         return
     assert isinstance(outcomes[1], LayoutMismatchError)
     assert outcomes[0][0] == [(0, 1), (0,), (0,), (0,)]
+
+
+def test_an_unfrozen_layer_that_no_optimizer_of_the_model_steps_is_refused() -> None:
+    case, stepped = Case("momentum", num_epochs=1), list[int]()
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        module = case.module()
+        assert isinstance(module, nn.Sequential)
+        module[0].requires_grad_(False)
+        replicas = Replicas(HookedLink(slot, address, lambda point: None), of=case.of, slot=slot, patience_s=PATIENCE_S)
+        model = DistributedDataParallel(module, case.config(), collectives=collectives, replicas=replicas)
+        optimizer = DistributedOptimizer(optimizer_of(module), model)
+        for batch in replicas.batches(case.batches(0, slot, rank)):
+            module[0].requires_grad_(replicas.batch >= 2)
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            stepped.append(replicas.batch)
+
+    for [error] in run_replicas(case, job):
+        assert isinstance(error, ValueError)
+        assert "2 of 6 parameters are trained, but not by a DistributedOptimizer of this model: 0.weight" in str(error)
+    assert sorted(stepped) == [0, 0, 1, 1]

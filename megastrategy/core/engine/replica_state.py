@@ -51,7 +51,7 @@ class StatefulOptimizer(Protocol):
     def load(self, state: Any) -> None:
         """Replaces it by that of the same rank in another replica."""
 
-    def groups(self) -> Any:
+    def groups(self) -> list[dict[str, Any]]:
         """Returns the groups, which are no part of :meth:`state`: names of parameters, and hyper-parameters."""
 
     def load_groups(self, groups: Any) -> None:
@@ -92,13 +92,17 @@ class ReplicaState:
         """Adds an optimizer to the state."""
         self.optimizers.append(optimizer)
 
-    def check_has_optimizer(self) -> None:
-        """Raises ValueError if there is none: steps of another one would be repeated on weights that were taken."""
-        if not self.optimizers:
+    def check_optimizers(self) -> None:
+        """Raises ValueError for a trained parameter that no DistributedOptimizer steps: the steps of another one would
+        be repeated on weights that were taken."""
+        stepped = {name for optimizer in self.optimizers for group in optimizer.groups() for name in group["params"]}
+        params = self._present.named_params()
+        if left := [name for name, param in params.items() if param.requires_grad and name not in stepped]:
             raise ValueError(
-                "no DistributedOptimizer of this model: with replicas it takes over an optimizer's state, and makes no "
-                "step that others have made. Wrap the model's optimizers before the first batch: "
-                "DistributedOptimizer(optimizer, model)"
+                f"replicas=: {len(left)} of {len(params)} parameters are trained, but not by a DistributedOptimizer of "
+                f"this model: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}. Only a DistributedOptimizer "
+                "makes no step that other replicas have made. Before the first batch, wrap the optimizers of all "
+                "parameters, DistributedOptimizer(optimizer, model), and freeze what none steps: requires_grad_(False)"
             )
 
     @property

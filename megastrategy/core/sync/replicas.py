@@ -72,8 +72,8 @@ class ReplicaModel(Protocol):
     def load(self, state: Any) -> None:
         """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
 
-    def check_has_optimizer(self) -> None:
-        """Raises ValueError if no optimizer has been added, whose state and steps replicas could follow."""
+    def check_optimizers(self) -> None:
+        """Raises ValueError for a trained parameter that none of the model's optimizers steps."""
 
     def groups(self) -> Any:
         """Returns which parameters are trained, and the optimizers' groups: names and hyper-parameters."""
@@ -130,7 +130,7 @@ class Replicas:
         self.num_batches = self._most_batches = 0  # of this epoch, where a loader has a length
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
-        self._layout = b""  # the digest of the last meeting
+        self._layout = b""  # its digest, in this window
 
     @functools.cached_property
     def worker(self) -> Worker:
@@ -223,7 +223,7 @@ class Replicas:
                 while fetched < self.batch and next(iterator, _END) is not _END:
                     fetched += 1
                 if (batch := next(iterator, _END)) is _END:
-                    self._check_length(fetched)
+                    self._check_length()
                     return
                 fetched += 1
                 yield batch
@@ -236,13 +236,13 @@ class Replicas:
         """Notes the most batches that the loader of any member has in this epoch."""
         self._most_batches = max(facts.num_batches for facts in every)
 
-    def _check_length(self, fetched: int) -> None:
+    def _check_length(self) -> None:
         # The others would go on alone, and if it is the last epoch, each would end with weights of its own.
-        if fetched < self._most_batches:
+        if 0 < self.num_batches < self._most_batches:
             self.close()
             raise ReplicaMismatchError(
-                f"replica {self.slot} has read all {fetched} batches of an epoch, and the loader of another one has "
-                f"{self._most_batches}: give each replica as many batches, by a DistributedSampler for example"
+                f"replica {self.slot} has read all {self.num_batches} batches of its loader, and that of another "
+                f"replica has {self._most_batches}: give each as many, by a DistributedSampler for example"
             )
 
     def _check_place(self, epoch: int, fetched: int) -> None:
@@ -304,7 +304,7 @@ class Replicas:
         with self.leaving_after_an_error():
             model.drop_unfinished()
             if self._phase == "not joined":
-                model.check_has_optimizer()
+                model.check_optimizers()
                 self._check_registered()
                 self.link.join(model.ranks, self._state)
             if self._phase != "open":
@@ -332,7 +332,7 @@ class Replicas:
         if self._phase == "open" and not self.is_skipped:
             if self._attached.layout_digest() != self._layout:
                 with self.leaving_after_an_error(), self._taking_none():
-                    self._leave_and_meet(joins=False)
+                    self._begin_window(joins=False)
             return False
         if self._phase not in ("open", "between") or not self._has_stepped:
             raise ValueError(
@@ -454,18 +454,15 @@ class Replicas:
     # --- meetings ----------------------------------------------------------------------------------------------------
 
     def _begin_window(self, *, joins: bool) -> None:
-        if self._layout and self._attached.layout_digest() != self._layout:
-            self._leave_and_meet(joins=joins)
-        elif not self._are_all_there():
+        model = self._attached
+        has_changed = self._layout not in (b"", model.layout_digest())
+        if has_changed:
+            # In a new group layouts are compared first: gloo ends a process whose sum has another size.
+            model.check_optimizers()
+            self.link.leave_group()
+        if has_changed or not self._are_all_there():
             self._meet(joins=joins)
-        self._phase, self._layout = "open", self._attached.layout_digest()
-
-    def _leave_and_meet(self, *, joins: bool) -> None:
-        """Meets the others in a new group, in which layouts are compared first: gloo ends processes whose sums have
-        other sizes than this one's."""
-        self.link.leave_group()
-        self._meet(joins=joins)
-        self._layout = self._attached.layout_digest()
+        self._phase, self._layout = "open", model.layout_digest()
 
     def _are_all_there(self) -> bool:
         """Returns whether all replicas are members and have come here; see [Note: a meeting of all replicas]."""
