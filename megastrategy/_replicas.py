@@ -19,6 +19,7 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -29,9 +30,11 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp, TCPStore  # type: ignore[attr-defined] # not in the stubs
 
 from . import core
+from ._faults.interfaces import could_not_connect, way_out
 
 HEARTBEAT_S, SKEW_S, PATIENCE_S = 5.0, 60.0, 600.0
 _INTERVAL_S = 0.1  # between two heartbeats
+_log = logging.getLogger("megastrategy")
 _OVERRIDES = (
     "TORCHFT_TIMEOUT_SEC",
     "TORCHFT_QUORUM_TIMEOUT_SEC",
@@ -237,7 +240,7 @@ class TorchftLink(core.ReplicaLink):
         self._ranks = ranks
         # A store of its own: that of the launcher may have the addresses of a process that has ended.
         if ranks.rank == 0:
-            self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         host, port = ranks.all_gather_objects((self._host, self._store.port if self._store is not None else 0))[0]
         skew = timedelta(seconds=self._skew_s)
         self._group = _group(torchft, skew, self._set_members)
@@ -295,7 +298,10 @@ class TorchftLink(core.ReplicaLink):
     @property
     def failure(self) -> str:  # type: ignore[override]
         error = self._manager.errored()
-        return "" if error is None else str(error.original_exception) or repr(error.original_exception)
+        if error is None:
+            return ""
+        said = str(error.original_exception) or repr(error.original_exception)
+        return f"{said}. {self._group.hint}" if self._group.hint else said
 
     def meet(self, *, joins: bool) -> Any:
         self._received, self._step_before = None, self._manager.current_step()
@@ -313,7 +319,7 @@ class TorchftLink(core.ReplicaLink):
             socket.create_connection(
                 (address.hostname or "", address.port or 80), timeout=min(self._skew_s, 5.0)
             ).close()
-            reason = (
+            reason = self._group.hint or (
                 "It runs, so this replica was stopped for too long, and the others train without it: start it again"
             )
         except OSError as refused:
@@ -411,6 +417,7 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[i
 
     class Group(torchft.ProcessGroupGloo):  # type: ignore[misc] # a class of no type
         step = 0
+        hint = ""  # why its members did not connect
 
         def configure(
             self,
@@ -426,9 +433,20 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[i
             # Before it connects: a connection that fails is reported, and the members are the same.
             set_members(rank, tuple(number // group_world_size for number in global_ranks))
             store_addr = f"{store_addr}/{self.step}"
-            super().configure(
-                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-            )
+            self.hint = ""
+            try:
+                super().configure(
+                    store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+                )
+            except RuntimeError as error:
+                if could_not_connect(error):
+                    self.hint = f"If no replica has just ended: {way_out()}"
+                    _log.warning("replicas did not connect, and try again. %s. gloo said: %s", self.hint, error)
+                raise
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            # torchft's own would listen at a loopback address where the machine's name leads to one.
+            return core.gloo_group(store, rank, world_size, timeout)
 
     return Group(timeout=timeout)
 
@@ -442,7 +460,8 @@ def _transport(module: Any, timeout: timedelta, host: str) -> Any:
 
         @classmethod
         def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-            with _open(address, timeout.total_seconds()) as received:
+            with _open(address, timeout.total_seconds()) as received, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
                 return module._streaming_load(received, weights_only=False)
 
     return Transport(timeout=timeout, num_chunks=0)

@@ -16,14 +16,23 @@ def add_way_out(error: BaseException) -> None:
 
     A group that is made already, or whose store was not found, has another problem.
     """
-    if torch.distributed.is_initialized() or "connectFullMesh" not in str(error):
-        return
+    if not torch.distributed.is_initialized() and could_not_connect(error):
+        error.add_note(way_out())
+
+
+def could_not_connect(error: BaseException) -> bool:
+    """Whether gloo did not connect all ranks."""
+    return "connectFullMesh" in str(error)
+
+
+def way_out() -> str:
+    """Returns where gloo listens, and how to choose another interface."""
     name = socket.gethostname()
     try:
         address = f"resolves to {socket.gethostbyname(name)}"
     except OSError:
         address = "does not resolve"
-    error.add_note(
+    return (
         f"gloo listens where the machine's name leads to, and {name} {address}. Set GLOO_SOCKET_IFNAME on every "
         f"machine to an interface that the others reach; here there are {', '.join(interfaces())}"
     )

@@ -29,6 +29,7 @@ from .interface import Collectives, Handle, Handles
 from .part_sums import bytes_of, digest_of
 from .process_groups import (
     destroy_group,
+    gloo_group,
     has_gloo,
     host_group,
     is_fake,
@@ -59,6 +60,7 @@ __all__ = [
     "digest",
     "digest_of",
     "first_difference_error",
+    "gloo_group",
     "host_collectives",
     "is_same_on_all_ranks",
     "make_collectives",

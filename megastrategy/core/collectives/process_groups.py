@@ -232,7 +232,7 @@ def has_gloo(group: ProcessGroup) -> bool:
     return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
 
 
-def address_to_listen_at(store: Store, rank: int, size: int) -> str:
+def address_to_listen_at(store: Store, rank: int, size: int, timeout_s: float = HOSTS_CONNECT_S) -> str:
     """Returns the address of this machine's interface towards the other ranks, or "" if gloo may choose itself.
 
     It is needed if gloo would choose a loopback address and not all ranks are on this machine. Collective over
@@ -248,7 +248,7 @@ def address_to_listen_at(store: Store, rank: int, size: int) -> str:
     towards = _address_towards(below.host, below.port)
     store.set(f"{rank}", towards)
     keys = [f"{other}" for other in range(size)]
-    store.wait(keys, timedelta(seconds=HOSTS_CONNECT_S))
+    store.wait(keys, timedelta(seconds=timeout_s))
     elsewhere = [found for key in keys if not _is_loopback(found := store.get(key).decode())]
     # The store's machine reaches the store by loopback, so it uses the interface towards another rank.
     if _is_loopback(towards) and elsewhere:
@@ -280,20 +280,51 @@ def _is_plain_gloo(group: ProcessGroup) -> bool:
     return all(isinstance(group._get_backend(kind), dist.ProcessGroupGloo) for kind in group._device_types)
 
 
+def _gloo_devices(address: str) -> list[Any]:
+    """Returns the interfaces that gloo listens on: at ``address``, or torch's choice (GLOO_SOCKET_IFNAME)."""
+    gloo: Any = dist.ProcessGroupGloo
+    if address:
+        return [gloo.create_device(hostname=address)]
+    # torch chooses in its constructor only. A group of one rank connects to no other, and is gone after this.
+    devices: list[Any] = gloo(HashStore(), 0, 1, timedelta(seconds=1)).options._devices
+    return devices
+
+
 def _gloo_ways(address: str, size: int) -> list[Any]:
-    """Returns the interfaces that a gloo group of this size listens on, one for each connection of two ranks: at
-    ``address``, or torch's choice (GLOO_SOCKET_IFNAME).
+    """Returns the interfaces of a gloo group of this size, one for each connection of two ranks.
 
     Two ranks have two connections, over one interface and with one event thread; see gloo_rings' [Note: two gloo
     connections between two ranks].
     """
-    gloo: Any = dist.ProcessGroupGloo
-    if address:
-        chosen = [gloo.create_device(hostname=address)]
-    else:
-        # torch chooses in its constructor only. A group of one rank connects to no other, and is gone after this.
-        chosen = gloo(HashStore(), 0, 1, timedelta(seconds=1)).options._devices
+    chosen = _gloo_devices(address)
     return 2 * chosen if size == 2 and len(chosen) == 1 else chosen
+
+
+def gloo_group(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """Makes a gloo group for the CPU that torch.distributed does not know. Collective over ``store``, which must be
+    empty."""
+    # gloo waits for the others' addresses in the store, too, and as long.
+    addresses = PrefixStore("addresses", store)
+    address = address_to_listen_at(addresses, place, size, timeout.total_seconds())
+    return _gloo_by_hand(store, place, size, timeout, _gloo_devices(address), ["cpu"])
+
+
+def _gloo_by_hand(
+    store: Store, place: int, size: int, timeout: timedelta, devices: list[Any], kinds: Iterable[str]
+) -> ProcessGroup:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = devices
+    backend = gloo(PrefixStore("cpu/", store), place, size, options)
+    if torch.__version__ < "2.15":  # which begins at 0 by itself, and prints a warning
+        backend._set_sequence_number_for_group()
+    made: Any = ProcessGroup(store, place, size)
+    for kind in kinds:
+        made._register_backend(torch.device(kind), ProcessGroup.BackendType.GLOO, backend)
+    made._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group: ProcessGroup = made
+    return group
 
 
 def _gloo_over(
@@ -302,18 +333,9 @@ def _gloo_over(
     """Makes a gloo group like torch's helper, which does not accept ``ways``. ``config`` is a backend for each kind of
     device, as torch writes it: gloo for all."""
     c10d: Any = dist.distributed_c10d  # whose private names torch's stubs lack
-    gloo: Any = dist.ProcessGroupGloo
     prefix = PrefixStore(f"{name}/", store)
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = ways
-    backend = gloo(PrefixStore("cpu/", prefix), place, size, options)
-    if torch.__version__ < "2.15":  # which begins at 0 by itself, and prints a warning
-        backend._set_sequence_number_for_group()
-    made: Any = ProcessGroup(prefix, place, size)
-    for kind in config.split(","):
-        made._register_backend(torch.device(kind.partition(":")[0]), ProcessGroup.BackendType.GLOO, backend)
-    made._set_default_backend(ProcessGroup.BackendType.GLOO)
+    kinds = [kind.partition(":")[0] for kind in config.split(",")]
+    made: Any = _gloo_by_hand(prefix, place, size, timeout, ways, kinds)
     made._set_group_name(name)
     made._set_group_desc("undefined")
     # The tables of this group and of all groups that destroy_process_group() reads.

@@ -1,7 +1,9 @@
-"""Two hosts whose names and interfaces are as people have them: it starts wherever "ddp" starts. In the long tier."""
+"""Two hosts whose names and interfaces are as people have them: it starts wherever "ddp" starts, and replicas train, of
+which each has one. In the long tier."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,31 @@ from .__main__ import TRAINING
 pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
 
 HOSTS = Path(__file__).with_name("hosts.sh")
+REPLICA = Path(__file__).with_name("one_replica.py")
 
 
 def started(kind: str, strategy: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
     """The results of the hosts that ended: weights, or an error; and how long it took."""
-    folder.mkdir()
-    ours = {name: value for name, value in outside_of_ranks().items() if not name.startswith("GLOO_")} | variables
-    ours |= {"TMPDIR": str(folder), "MASTER_PORT": "29511", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_PORT": "29511", "LOCAL_RANK": "0"}
     # host 0's address, and each host's number, are known on the hosts alone
     rank = 'MASTER_ADDR=$FIRST NODE_RANK=$HOST exec "$@"'
-    command = [HOSTS, kind, "bash", "-c", rank, "", sys.executable, TRAINING, strategy, folder]
+    found, done = run_on_hosts(kind, rank, [TRAINING, strategy, folder], folder, **variables)
+    assert (done.returncode == 0) == all("weights" in one for one in found), done.stdout + done.stderr
+    return found
+
+
+def run_on_hosts(
+    kind: str, shell: str, arguments: list[Path | str], folder: Path, **variables: str
+) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
+    """Runs a script by a command line of each host, which has its arguments; returns what is in ``folder`` then."""
+    folder.mkdir()
+    ours = {name: value for name, value in outside_of_ranks().items() if not name.startswith("GLOO_")} | variables
+    ours |= {"TMPDIR": str(folder)}
+    command = [HOSTS, kind, "bash", "-c", shell, "", sys.executable, *arguments]
     done = run_or_skip(command, "root, unshare and iproute2", env=ours, cwd=folder, timeout=HANG_S)
     found = [torch.load(path) for path in sorted(folder.glob("*.pt"))]
     assert found, done.stdout + done.stderr
-    assert (done.returncode == 0) == all("weights" in one for one in found), done.stdout + done.stderr
-    return found
+    return found, done
 
 
 @pytest.mark.parametrize("kind", ["names", "debian", "dead-end", "ipv6"])
@@ -56,3 +68,23 @@ def test_it_starts_where_ddp_starts_and_says_what_to_do_where_not(tmp_path: Path
     told = started(kind, "megatron_ddp", tmp_path / "told", GLOO_SOCKET_IFNAME="eth0")
     like_others = started("names", "ddp", tmp_path / "names")
     assert_equal([one["weights"] for one in told], [one["weights"] for one in like_others])
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [("names", {}), ("debian", {}), ("ipv6", {}), ("dead-end", {}), ("dead-end", {"GLOO_SOCKET_IFNAME": "eth0"})],
+)
+def test_replicas_train_or_say_what_to_do(tmp_path: Path, kind: str, variables: dict[str, str]) -> None:
+    """Each replica is one process, so nothing else connects the hosts."""
+    host = "[fd00::1]" if kind == "ipv6" else "host0"
+    arguments = [REPLICA, host, tmp_path / "replicas"]
+    found, done = run_on_hosts(kind, 'exec "$1" "$2" $HOST "$3" "$4"', arguments, tmp_path / "replicas", **variables)
+    assert len(found) == 2, done.stdout + done.stderr
+    if kind == "dead-end" and not variables:
+        for one in found:
+            assert "Set GLOO_SOCKET_IFNAME on every machine" in one["error"]
+            assert "eth0 (10.77.0." in one["messages"][0]
+        return
+    assert_equal(found[0]["weights"], found[1]["weights"])
+    assert [one["num_taken"] for one in found] == [0, 1]
+    assert not any(one["messages"] for one in found)
