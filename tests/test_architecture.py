@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_versions": set(),
     "_bottlenecks": set(),
     "data": set(),
-    "_replicas": {"core"},
+    "_replicas": {"core", "_faults"},
     "_prepared_models": {"core"},
     "_unsharded_optimizers": {"core"},
     "_faults": {"core"},

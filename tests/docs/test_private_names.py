@@ -97,7 +97,7 @@ LIVES_IN = {
     ),
     "transformers.trainer": ("_load_from_checkpoint _load_optimizer_and_scheduler _save _save_optimizer_and_scheduler"),
     "torchft.manager": "_commit_failures _executor _manager _quorum_id",
-    "torchft.checkpointing.http_transport": "_server",
+    "torchft.checkpointing.http_transport": "_server _streaming_load",
 }
 """The object or module that has the names, or in whose source they are."""
 

@@ -111,7 +111,7 @@ def test_state_is_taken_over_in_every_form(name: str) -> None:
 
 
 def test_a_state_is_asked_for_by_the_name_that_was_given_and_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine whose own name others do not know. Sums and questions to the lighthouse do not need it."""
+    """Others do not know the name of the machine. Sums and questions to the lighthouse do not need it."""
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://localhost:1")
