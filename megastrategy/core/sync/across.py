@@ -178,13 +178,7 @@ def _facts_of(agreed: Agreement, tokens: tuple[float, int], replicas: Replicas) 
     }
     facts = replicas.facts(flags=Flag(sum(flag for flag, is_set in flags.items() if is_set)))
     weights, num = tokens
-    return dataclasses.replace(
-        facts,
-        microbatch=agreed.microbatch or 0,
-        token_weights=weights,
-        num_losses=num,
-        num_batches=replicas.num_batches,
-    )
+    return dataclasses.replace(facts, microbatch=agreed.microbatch or 0, token_weights=weights, num_losses=num)
 
 
 def _joined(agreed: Agreement, every: Sequence[ReplicaFacts], used: bytes) -> tuple[Agreement, tuple[float, int]]:

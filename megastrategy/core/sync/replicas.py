@@ -38,7 +38,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import io
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,7 +107,6 @@ class Replicas:
         should_stop: whether some replica's :meth:`stop` was called, and the present batch was the last.
         is_skipped: whether no optimizer of this replica steps in this window: others have, and their state was taken,
             or fewer than ``minimum`` are left.
-        num_batches: the length of the present epoch's loader; 0 if it has none.
         num_taken: the number of times that the state of another replica was taken.
         notice: at most :data:`NOTICE` bytes that are the leader's in all replicas after each meeting of new members.
     """
@@ -127,7 +126,7 @@ class Replicas:
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         self._phase = "not joined"  # then "between", "open" (a window), "closed"
         self._has_started = self._wants_stop = self._has_stepped = self._joins = False
-        self.num_batches = self._most_batches = 0  # of this epoch, where a loader has a length
+        self._num_batches = self._most_batches = 0  # of the epoch, here and in any member; 0 for loaders without length
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
         self._layout = b""  # its digest, in this window
@@ -213,7 +212,7 @@ class Replicas:
                 "epochs as for epoch in replicas.epochs(num_epochs)"
             )
         epoch, iterator, fetched = self.epoch, iter(loader), 0
-        self.num_batches = self._most_batches = _length_of(loader)
+        self._num_batches = _length_of(loader)
         try:
             while True:
                 self.begin_batch()
@@ -229,6 +228,7 @@ class Replicas:
                 yield batch
                 self.batch += 1
         finally:
+            self._num_batches = self._most_batches = 0
             if not self.should_stop:  # a checkpoint after a stop has the place at which to go on
                 self.epoch, self.batch = epoch + 1, 0
 
@@ -238,10 +238,10 @@ class Replicas:
 
     def _check_length(self) -> None:
         # The others would go on alone, and if it is the last epoch, each would end with weights of its own.
-        if 0 < self.num_batches < self._most_batches:
+        if 0 < self._num_batches < self._most_batches:
             self.close()
             raise ReplicaMismatchError(
-                f"replica {self.slot} has read all {self.num_batches} batches of its loader, and that of another "
+                f"replica {self.slot} has read all {self._num_batches} batches of its loader, and that of another "
                 f"replica has {self._most_batches}: give each as many, by a DistributedSampler for example"
             )
 
@@ -363,7 +363,9 @@ class Replicas:
     def facts(self, *, flags: Flag = NO_FLAGS) -> ReplicaFacts:
         """Returns this replica's facts, without those of a backward."""
         digest = self._attached.layout_digest()
-        return ReplicaFacts(self._history, digest, self._numbers, self._batch_number, flags=flags)
+        return ReplicaFacts(
+            self._history, digest, self._numbers, self._batch_number, num_batches=self._num_batches, flags=flags
+        )
 
     @property
     def _batch_number(self) -> int:
@@ -505,6 +507,7 @@ class Replicas:
                 failed = ranks.max_of_bytes([every is None]) != [0]
                 if every is not None and not failed:
                     self.check(every[0])
+                    self.note_lengths(every[0])
                     is_shared = self._is_a_slot_shared(is_newest=state is not None, starts=not has_started)
                     self.notice = every[1].rstrip(b"\0")
                     may_start = any(Flag.STARTS in facts.flags for facts in every[0]) and not is_shared
@@ -566,7 +569,8 @@ class Replicas:
         """Raises ValueError for state that could not be sent: otherwise all would end when one comes back."""
         for name, (get, _) in self._registered.items():
             try:
-                _Checker(io.BytesIO()).dump(get())
+                with open(os.devnull, "wb") as nowhere:
+                    _Checker(nowhere).dump(get())
             except Exception as error:
                 raise ValueError(
                     f"replicas.register({name!r}, get, put): the state that get() returns is sent to a replica that "
@@ -625,7 +629,7 @@ _END: Any = object()
 def _length_of(loader: Iterable[Any]) -> int:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a DataLoader of an IterableDataset
+    except (TypeError, NotImplementedError):  # a generator, or a DataLoader of an IterableDataset
         return 0
 
 
