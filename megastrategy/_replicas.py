@@ -300,8 +300,7 @@ class TorchftLink(core.ReplicaLink):
         error = self._manager.errored()
         if error is None:
             return ""
-        said = str(error.original_exception) or repr(error.original_exception)
-        return f"{said}. {self._group.hint}" if self._group.hint else said
+        return f"{str(error.original_exception) or repr(error.original_exception)}{self._group.hint}"
 
     def meet(self, *, joins: bool) -> Any:
         self._received, self._step_before = None, self._manager.current_step()
@@ -319,14 +318,14 @@ class TorchftLink(core.ReplicaLink):
             socket.create_connection(
                 (address.hostname or "", address.port or 80), timeout=min(self._skew_s, 5.0)
             ).close()
-            reason = self._group.hint or (
+            reason = (
                 "It runs, so this replica was stopped for too long, and the others train without it: start it again"
             )
         except OSError as refused:
             reason = f"It does not answer ({refused}): start it at this address, and then the replicas that have ended"
         return core.CollectiveError(
             f"replica {self._slot}: there is no agreement with other replicas through the lighthouse at "
-            f"{self._lighthouse}. {reason}. torchft said: {error}"
+            f"{self._lighthouse}. {reason}.{self._group.hint} torchft said: {error}"
         )
 
     def undo_meeting(self) -> None:
@@ -440,8 +439,8 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[i
                 )
             except RuntimeError as error:
                 if could_not_connect(error):
-                    self.hint = f"If no replica has just ended: {way_out()}"
-                    _log.warning("replicas did not connect, and try again. %s. gloo said: %s", self.hint, error)
+                    self.hint = f" Replicas did not connect. If none has just ended: {way_out()}."
+                    _log.warning("%s They try again. gloo said: %s", self.hint.strip(), error)
                 raise
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:

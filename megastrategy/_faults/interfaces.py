@@ -16,8 +16,14 @@ def add_way_out(error: BaseException) -> None:
 
     A group that is made already, or whose store was not found, has another problem.
     """
-    if not torch.distributed.is_initialized() and could_not_connect(error):
-        error.add_note(way_out())
+    if torch.distributed.is_initialized() or not could_not_connect(error):
+        return
+    name = socket.gethostname()
+    try:
+        address = f"resolves to {socket.gethostbyname(name)}"
+    except OSError:
+        address = "does not resolve"
+    error.add_note(f"gloo listens where the machine's name leads to, and {name} {address}. {way_out()}")
 
 
 def could_not_connect(error: BaseException) -> bool:
@@ -26,15 +32,10 @@ def could_not_connect(error: BaseException) -> bool:
 
 
 def way_out() -> str:
-    """Returns where gloo listens, and how to choose another interface."""
-    name = socket.gethostname()
-    try:
-        address = f"resolves to {socket.gethostbyname(name)}"
-    except OSError:
-        address = "does not resolve"
+    """Returns how to choose another interface."""
     return (
-        f"gloo listens where the machine's name leads to, and {name} {address}. Set GLOO_SOCKET_IFNAME on every "
-        f"machine to an interface that the others reach; here there are {', '.join(interfaces())}"
+        "Set GLOO_SOCKET_IFNAME on every machine to an interface that the others reach; here there are "
+        f"{', '.join(interfaces())}"
     )
 
 

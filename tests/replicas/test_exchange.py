@@ -370,6 +370,23 @@ def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     assert [(run.replicas.epoch, run.replicas.batch) for run in runs] == [(1, 2), (1, 2)], "where to go on"
 
 
+def test_a_loop_that_is_left_after_a_stop_has_the_place_of_the_next_batch() -> None:
+    case = Case(of=1, num_epochs=2)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        run = prepare(case, slot, rank, address, collectives)
+        for epoch in run.replicas.epochs(2):
+            for batch in run.replicas.batches(case.batches(epoch, slot, rank)):
+                if (epoch, run.replicas.batch) == (1, 1):
+                    run.replicas.stop()
+                run.train_on(batch)
+                if run.replicas.should_stop:
+                    break
+        return run.replicas.epoch, run.replicas.batch
+
+    assert results(run_replicas(case, job)) == [[(1, 2)]]
+
+
 def test_a_vote_that_differs_is_adopted_and_a_schedule_steps_once() -> None:
     case = Case(num_epochs=1, num_batches=6)
     schedulers: dict[int, Any] = {}

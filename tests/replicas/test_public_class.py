@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._replicas import TorchftLink, check_timeouts, describe_timeouts
-from megastrategy.core import Replicas, SingleRankCollectives, make_collectives
+from megastrategy.core import Collectives, Replicas, SingleRankCollectives, make_collectives
 from megastrategy.errors import CollectiveError, LayoutMismatchError
 from tests.support.ranks import run_ranks
-from tests.support.replicas import Case, HookedLink, lighthouse, prepare
+from tests.support.replicas import Case, HookedLink, lighthouse, prepare, results, run_replicas
 
 VARIABLES = {"NUM_REPLICA_GROUPS": "3", "REPLICA_GROUP_ID": "2", "TORCHFT_LIGHTHOUSE": "http://localhost:1"}
 
@@ -148,19 +148,13 @@ def test_a_second_model_and_parameters_of_no_model_are_refused() -> None:
         DistributedOptimizer(torch.optim.SGD([*run.module.parameters(), other], lr=0.1), run.model)
 
 
-@pytest.mark.parametrize(
-    ("wrapped", "left"), [([], "4 of 4 .*: 0.weight, 0.bias, 1.weight, ..."), ([0], "2 of 4 .*: 1.weight, 1.bias")]
-)
-def test_parameters_whose_optimizer_is_not_wrapped_are_refused(wrapped: list[int], left: str) -> None:
-    """Its steps would be made again on weights that were taken, and its state would not be taken over."""
+def test_a_model_without_a_wrapped_optimizer_is_refused() -> None:
+    """Steps would be made again on weights that were taken, and the optimizer's state would not be taken over."""
     link = HookedLink(0, "http://localhost:1", lambda point: None)
-    replicas, module = Replicas(link, of=1, slot=0), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = DistributedDataParallel(module, collectives=SingleRankCollectives(), replicas=replicas)
-    kept = [DistributedOptimizer(torch.optim.SGD(module[part].parameters(), lr=0.1), model) for part in wrapped]
-    message = rf"{left}. Only a DistributedOptimizer .* wrap .* DistributedOptimizer\(optimizer, model\), and freeze"
-    with pytest.raises(ValueError, match=message):
+    replicas = Replicas(link, of=1, slot=0)
+    model = DistributedDataParallel(nn.Linear(2, 2), collectives=SingleRankCollectives(), replicas=replicas)
+    with pytest.raises(ValueError, match=r"there is none.*wrap each optimizer: DistributedOptimizer\(optimizer, model"):
         replicas.begin_batch()
-    assert len(kept) == len(wrapped)
     model.close()
 
 
@@ -168,12 +162,18 @@ def test_parameters_whose_optimizer_is_not_wrapped_are_refused(wrapped: list[int
     ("get", "message"), [(threading.Lock, "cannot pickle"), (lambda: {}["missing"], "KeyError: 'missing'")]
 )
 def test_registered_state_that_cannot_be_sent_is_named_at_the_start(get: Any, message: str) -> None:
-    """Otherwise all replicas would end when one comes back: it never gets a state, and the others meet it in vain."""
-    run = prepare(Case(of=1), 0, 0, "http://localhost:1", SingleRankCollectives())
-    run.replicas.register("weights", run.module.state_dict, lambda state: None)
-    run.replicas.register("place", get, lambda state: None)
-    with pytest.raises(ValueError, match=rf"replicas\.register\('place', get, put\).*{message}"):
-        run.replicas.begin_batch()
+    """Before the second batch. Otherwise all replicas would end when one comes back: it never gets a state."""
+    case = Case(of=1)
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> list[Any]:
+        run = prepare(case, slot, rank, address, collectives)
+        run.replicas.register("weights", run.module.state_dict, lambda state: None)
+        run.replicas.register("place", get, lambda state: None)
+        with pytest.raises(ValueError, match=rf"replicas\.register\('place', get, put\).*{message}"):
+            run.train()
+        return run.steps
+
+    assert results(run_replicas(case, job)) == [[[(0, 0, (0,), True)]]]
 
 
 def test_other_groups_of_parameters_are_refused() -> None:

@@ -24,6 +24,7 @@ that lacks a connection.
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import secrets
 import socket
 import threading
@@ -235,8 +236,8 @@ def has_gloo(group: ProcessGroup) -> bool:
 def address_to_listen_at(store: Store, rank: int, size: int, timeout_s: float = HOSTS_CONNECT_S) -> str:
     """Returns the address of this machine's interface towards the other ranks, or "" if gloo may choose itself.
 
-    It is needed if gloo would choose a loopback address and not all ranks are on this machine. Collective over
-    ``store``, which must be empty.
+    It is needed if gloo would choose a loopback address, by no order of GLOO_SOCKET_IFNAME, and not all ranks are on
+    this machine. Collective over ``store``, which must be empty.
 
     See [Note: hosts that cannot connect].
     """
@@ -253,6 +254,8 @@ def address_to_listen_at(store: Store, rank: int, size: int, timeout_s: float = 
     # The store's machine reaches the store by loopback, so it uses the interface towards another rank.
     if _is_loopback(towards) and elsewhere:
         towards = _address_towards(elsewhere[0], below.port)
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
     try:
         chosen_by_gloo = socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -87,23 +87,32 @@ class ReplicaState:
         self._engine = weakref.ref(engine)  # its reducer refers to this object
         self.optimizers: list[StatefulOptimizer] = []
         self._digest: tuple[Any, bytes] | None = None
+        self._unstepped: tuple[Any, list[tuple[str, Tensor, int]]] = None, []  # trained, with versions, in a layout
 
     def add_optimizer(self, optimizer: StatefulOptimizer) -> None:
         """Adds an optimizer to the state."""
         self.optimizers.append(optimizer)
 
     def check_optimizers(self) -> None:
-        """Raises ValueError for a trained parameter that no DistributedOptimizer steps: the steps of another one would
-        be repeated on weights that were taken."""
+        """Raises ValueError if an optimizer that is no DistributedOptimizer steps a trained parameter, or will do so:
+        it would repeat a step on weights that were taken, which are after that step."""
+        engine = self._present
+        layout, unstepped = self._unstepped
+        changed = [name for name, param, version in unstepped if param._version != version]
+        if layout is engine.layout and not changed:
+            return
         stepped = {name for optimizer in self.optimizers for group in optimizer.groups() for name in group["params"]}
-        params = self._present.named_params()
-        if left := [name for name, param in params.items() if param.requires_grad and name not in stepped]:
+        changed = [name for name in changed if name not in stepped]
+        if changed or not self.optimizers:
+            what = f"{changed[0]} was changed by an optimizer that is not one" if changed else "there is none"
             raise ValueError(
-                f"replicas=: {len(left)} of {len(params)} parameters are trained, but not by a DistributedOptimizer of "
-                f"this model: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}. Only a DistributedOptimizer "
-                "makes no step that other replicas have made. Before the first batch, wrap the optimizers of all "
-                "parameters, DistributedOptimizer(optimizer, model), and freeze what none steps: requires_grad_(False)"
+                f"replicas=: a model with replicas is stepped by DistributedOptimizers, and {what}. Only they leave a "
+                "step out that other replicas have made. Before the first batch, wrap each optimizer: "
+                "DistributedOptimizer(optimizer, model)"
             )
+        trained = {name: param for name, param in engine.named_params().items() if param.requires_grad}
+        left = [(name, param, param._version) for name, param in trained.items() if name not in stepped]
+        self._unstepped = engine.layout, left
 
     @property
     def _present(self) -> Engine:
@@ -178,6 +187,7 @@ class ReplicaState:
                 for bucket in reversed(range(len(engine.layout.buckets))):
                     engine.param_gather.start(bucket, exact=True)
                 engine.param_gather.finish()
+        self._unstepped = None, []  # they have changed here
         engine.reducer.num_reductions[:] = state["reductions"]
         engine.reducer.tokens.unit = state["unit"]
 

@@ -21,6 +21,9 @@ no lighthouse. If one has ended, or has another number, that fails, and the repl
 too, where one has come to the end and the others have not. A replica that comes here has completed what it did before,
 such as a checkpoint that it writes for all.
 
+After a layer was unfrozen sums have other sizes, and gloo ends a process that gets one of another size than its own. So
+replicas whose layout has changed leave the group and meet in a new one, where layouts are compared first.
+
 [Note: when the loop's state is taken]
 The state of the loop (its place, schedules, hyper-parameters) is that of another replica between two windows. A replica
 that is in the middle of a window loads it when its own program begins the next one, too: otherwise a schedule would
@@ -73,7 +76,7 @@ class ReplicaModel(Protocol):
         """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
 
     def check_optimizers(self) -> None:
-        """Raises ValueError for a trained parameter that none of the model's optimizers steps."""
+        """Raises ValueError if another optimizer than the model's steps a trained parameter. Before each window."""
 
     def groups(self) -> Any:
         """Returns which parameters are trained, and the optimizers' groups: names and hyper-parameters."""
@@ -125,7 +128,7 @@ class Replicas:
         self._model: ReplicaModel | None = None
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         self._phase = "not joined"  # then "between", "open" (a window), "closed"
-        self._has_started = self._wants_stop = self._has_stepped = self._joins = False
+        self._has_started = self._wants_stop = self._has_stepped = self._joins = self._has_checked = False
         self._num_batches = self._most_batches = 0  # of the epoch, here and in any member; 0 for loaders without length
         self._taken: dict[str, Any] = {}  # parts of another replica's state that are still to be loaded
         self._history = self._numbers = bytes(WORD)
@@ -178,7 +181,7 @@ class Replicas:
 
         Args:
             get: returns the state, which is pickled. A scheduler's ``state_dict``, for example. It is called between
-                two batches, in another thread, on some ranks only.
+                two batches: once before the second one, and later in another thread, on some ranks only.
             put: replaces it, between two batches. A scheduler's ``load_state_dict``, for example.
         """
         if name in self._registered:
@@ -225,8 +228,10 @@ class Replicas:
                     self._check_length()
                     return
                 fetched += 1
-                yield batch
-                self.batch += 1
+                try:
+                    yield batch
+                finally:  # also if the loop is left here
+                    self.batch += 1
         finally:
             self._num_batches = self._most_batches = 0
             if not self.should_stop:  # a checkpoint after a stop has the place at which to go on
@@ -303,11 +308,11 @@ class Replicas:
             raise ValueError("these replicas were left: make new ones for another training")
         with self.leaving_after_an_error():
             model.drop_unfinished()
-            if self._phase == "not joined":
+            if self._phase != "open":
                 model.check_optimizers()
                 self._check_registered()
-                self.link.join(model.ranks, self._state)
-            if self._phase != "open":
+                if self._phase == "not joined":
+                    self.link.join(model.ranks, self._state)
                 self._begin_window(joins=True)
             self._begin()
 
@@ -459,8 +464,6 @@ class Replicas:
         model = self._attached
         has_changed = self._layout not in (b"", model.layout_digest())
         if has_changed:
-            # In a new group layouts are compared first: gloo ends a process whose sum has another size.
-            model.check_optimizers()
             self.link.leave_group()
         if has_changed or not self._are_all_there():
             self._meet(joins=joins)
@@ -567,14 +570,18 @@ class Replicas:
 
     def _check_registered(self) -> None:
         """Raises ValueError for state that could not be sent: otherwise all would end when one comes back."""
+        # After this process's first step: what a loop registers may not exist before.
+        if self._has_checked or not self._has_stepped:
+            return
+        self._has_checked = True
         for name, (get, _) in self._registered.items():
             try:
                 with open(os.devnull, "wb") as nowhere:
                     _Checker(nowhere).dump(get())
             except Exception as error:
                 raise ValueError(
-                    f"replicas.register({name!r}, get, put): the state that get() returns is sent to a replica that "
-                    f"comes back, and that failed: {type(error).__name__}: {error}"
+                    f"replicas.register({name!r}, get, put): a replica that comes back would get the state that get() "
+                    f"returns, and it cannot be sent: {type(error).__name__}: {error}"
                 ) from error
 
     def _load_registered(self) -> None:
@@ -629,7 +636,7 @@ _END: Any = object()
 def _length_of(loader: Iterable[Any]) -> int:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a generator, or a DataLoader of an IterableDataset
+    except Exception:  # noqa: BLE001 - a generator, a DataLoader of an IterableDataset, or a class of the user's
         return 0
 
 

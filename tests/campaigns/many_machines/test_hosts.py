@@ -72,7 +72,14 @@ def test_it_starts_where_ddp_starts_and_says_what_to_do_where_not(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("kind", "variables"),
-    [("names", {}), ("debian", {}), ("ipv6", {}), ("dead-end", {}), ("dead-end", {"GLOO_SOCKET_IFNAME": "eth0"})],
+    [
+        ("names", {}),
+        ("debian", {}),
+        ("debian", {"GLOO_SOCKET_IFNAME": "lo"}),  # the user's choice, also where it is wrong
+        ("ipv6", {}),
+        ("dead-end", {}),
+        ("dead-end", {"GLOO_SOCKET_IFNAME": "eth0"}),
+    ],
 )
 def test_replicas_train_or_say_what_to_do(tmp_path: Path, kind: str, variables: dict[str, str]) -> None:
     """Each replica is one process, so nothing else connects the hosts."""
@@ -80,7 +87,7 @@ def test_replicas_train_or_say_what_to_do(tmp_path: Path, kind: str, variables: 
     arguments = [REPLICA, host, tmp_path / "replicas"]
     found, done = run_on_hosts(kind, 'exec "$1" "$2" $HOST "$3" "$4"', arguments, tmp_path / "replicas", **variables)
     assert len(found) == 2, done.stdout + done.stderr
-    if kind == "dead-end" and not variables:
+    if (kind, variables.get("GLOO_SOCKET_IFNAME")) in (("dead-end", None), ("debian", "lo")):
         for one in found:
             assert "Set GLOO_SOCKET_IFNAME on every machine" in one["error"]
             assert "eth0 (10.77.0." in one["messages"][0]
