@@ -445,7 +445,8 @@ def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[i
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             # torchft's own would listen at a loopback address where the machine's name leads to one.
-            return core.gloo_group(store, rank, world_size, timeout)
+            is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
+            return core.gloo_group(store, rank, world_size, timeout, finds_interface=not is_chosen)
 
     return Group(timeout=timeout)
 

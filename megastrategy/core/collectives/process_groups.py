@@ -24,7 +24,6 @@ that lacks a connection.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import secrets
 import socket
 import threading
@@ -236,8 +235,8 @@ def has_gloo(group: ProcessGroup) -> bool:
 def address_to_listen_at(store: Store, rank: int, size: int, timeout_s: float = HOSTS_CONNECT_S) -> str:
     """Returns the address of this machine's interface towards the other ranks, or "" if gloo may choose itself.
 
-    It is needed if gloo would choose a loopback address, by no order of GLOO_SOCKET_IFNAME, and not all ranks are on
-    this machine. Collective over ``store``, which must be empty.
+    It is needed if gloo would choose a loopback address and not all ranks are on this machine. Collective over
+    ``store``, which must be empty.
 
     See [Note: hosts that cannot connect].
     """
@@ -254,8 +253,6 @@ def address_to_listen_at(store: Store, rank: int, size: int, timeout_s: float = 
     # The store's machine reaches the store by loopback, so it uses the interface towards another rank.
     if _is_loopback(towards) and elsewhere:
         towards = _address_towards(elsewhere[0], below.port)
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ""
     try:
         chosen_by_gloo = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -303,13 +300,17 @@ def _gloo_ways(address: str, size: int) -> list[Any]:
     return 2 * chosen if size == 2 and len(chosen) == 1 else chosen
 
 
-def gloo_group(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
+def gloo_group(store: Store, place: int, size: int, timeout: timedelta, *, finds_interface: bool) -> ProcessGroup:
     """Makes a gloo group for the CPU that torch.distributed does not know. Collective over ``store``, which must be
-    empty."""
+    empty.
+
+    Args:
+        finds_interface: False to listen where gloo chooses, even if others do not reach that.
+    """
     # gloo waits for the others' addresses in the store, too, and as long.
     addresses = PrefixStore("addresses", store)
     address = address_to_listen_at(addresses, place, size, timeout.total_seconds())
-    return _gloo_by_hand(store, place, size, timeout, _gloo_devices(address), ["cpu"])
+    return _gloo_by_hand(store, place, size, timeout, _gloo_devices(address if finds_interface else ""), ["cpu"])
 
 
 def _gloo_by_hand(

@@ -94,10 +94,7 @@ def test_hosts_whose_name_is_a_loopback_address_listen_for_others(
 
     monkeypatch.setattr(socket, "gethostbyname", resolve)
     monkeypatch.setattr(process_groups, "_address_towards", towards)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert process_groups.address_to_listen_at(shared, 0, 2) == expected
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert process_groups.address_to_listen_at(shared, 0, 2) == "", "the user has chosen"
 
 
 def test_the_way_to_a_host_begins_at_an_interface() -> None:
