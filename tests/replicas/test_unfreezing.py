@@ -207,17 +207,22 @@ def test_an_unfrozen_layer_that_another_optimizer_steps_is_refused(unfreezes_in:
         with contextlib.closing(replicas):
             for batch in replicas.batches(case.batches(0, slot, rank)):
                 module[0].requires_grad_(replicas.batch >= unfreezes_in)
-                model.zero_grad()
+                optimizer.zero_grad()
                 loss_of(model(batch)).backward()
                 optimizer.step()
                 if is_stepped:
                     other.step()
+                    other.zero_grad()
                 stepped.append(replicas.batch)
+                grads = [None if param.grad is None else param.grad.clone() for param in module.parameters()]
+        return grads
 
-    for [error] in run_replicas(case, job):
-        if is_stepped:
+    [[first], [second]] = run_replicas(case, job)
+    if is_stepped:
+        for error in (first, second):
             assert isinstance(error, ValueError)
             assert "and 0.weight was changed by an optimizer that is not one" in str(error)
-        else:
-            assert error is None
+    else:
+        [[first], [second]] = results([[first], [second]])
+        assert all(map(torch.equal, first, second))
     assert len(stepped) == 2 * (unfreezes_in + 2 if is_stepped else case.num_batches)

@@ -93,9 +93,19 @@ class ReplicaState:
         """Adds an optimizer to the state."""
         self.optimizers.append(optimizer)
 
-    def check_optimizers(self) -> None:
-        """Raises ValueError if an optimizer that is no DistributedOptimizer steps a trained parameter, or will do so:
-        it would repeat a step on weights that were taken, which are after that step."""
+    def begin_window(self) -> None:
+        """Drops gradients that no optimizer's ``zero_grad`` drops: a replica that comes back has none to add to.
+
+        Raises:
+            ValueError: if an optimizer that is no DistributedOptimizer steps a trained parameter, or will do so. It
+                would repeat a step on weights that were taken, which are after that step.
+        """
+        self._check_optimizers()
+        engine = self._present
+        indices = (engine.index_by_id.get(id(param)) for _, param, _ in self._unstepped[1])
+        engine.reducer.buffers.clear(index for index in indices if index is not None)
+
+    def _check_optimizers(self) -> None:
         engine = self._present
         layout, unstepped = self._unstepped
         changed = [name for name, param, version in unstepped if param._version != version]

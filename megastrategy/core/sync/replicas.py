@@ -75,8 +75,12 @@ class ReplicaModel(Protocol):
     def load(self, state: Any) -> None:
         """Replaces the state by that of the rank at the same place in another replica. Collective over the ranks."""
 
-    def check_optimizers(self) -> None:
-        """Raises ValueError if another optimizer than the model's steps a trained parameter. Before each window."""
+    def begin_window(self) -> None:
+        """Comes before each batch with which a window begins.
+
+        Raises:
+            ValueError: if another optimizer than the model's steps a trained parameter.
+        """
 
     def groups(self) -> Any:
         """Returns which parameters are trained, and the optimizers' groups: names and hyper-parameters."""
@@ -308,8 +312,9 @@ class Replicas:
             raise ValueError("these replicas were left: make new ones for another training")
         with self.leaving_after_an_error():
             model.drop_unfinished()
+            if self._phase != "open" or self.is_skipped:  # the meeting after a vote that said no began a window, too
+                model.begin_window()
             if self._phase != "open":
-                model.check_optimizers()
                 self._check_registered()
                 if self._phase == "not joined":
                     self.link.join(model.ranks, self._state)
