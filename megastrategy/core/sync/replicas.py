@@ -425,8 +425,7 @@ class Replicas:
         """Returns whether fewer than ``minimum`` replicas are left; then the window ends without a step."""
         if len(self.members) >= self.minimum:
             return False
-        if self.link.step == 0:
-            self.link.pass_step()  # otherwise one that joins now would not take this one's place in the loop
+        self.link.pass_step()  # one that joins now is behind, and takes this one's place in the loop
         self.is_skipped, self._phase = True, "between"
         return True
 
