@@ -191,15 +191,8 @@ def test_tokens_are_counted_on_after_a_vote_that_differed() -> None:
     case = Case("momentum", num_epochs=1, num_batches=6)
 
     def prepared(run: Run) -> None:
-        num_votes = 0
-
-        def hook(point: str) -> None:
-            nonlocal num_votes
-            num_votes += point == "before vote"
-            if (run.slot, point, num_votes) == (1, "before vote", 3):
-                run.replicas.link.fail()  # type: ignore[attr-defined]
-
-        run.replicas.link.hook = hook  # type: ignore[attr-defined]
+        if run.slot == 1:
+            run.replicas.link.failing_votes = {3}  # type: ignore[attr-defined]
 
     def step(run: Run, number: int, batch: Tensor) -> None:
         kept = batch[: 1 + (number + 3 * run.slot) % 6]

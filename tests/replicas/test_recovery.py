@@ -90,15 +90,9 @@ def test_state_is_taken_over_in_every_form(name: str) -> None:
     case = FORMS[name]
 
     def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        num_votes = 0
-
-        def hook(point: str) -> None:
-            nonlocal num_votes
-            num_votes += point == "before vote"
-            if (slot, rank, num_votes, point) == (1, case.ranks - 1, 3, "before vote"):
-                run.replicas.link.fail()  # type: ignore[attr-defined]
-
-        run = prepare(case, slot, rank, address, collectives, hook)
+        run = prepare(case, slot, rank, address, collectives)
+        if (slot, rank) == (1, case.ranks - 1):
+            run.replicas.link.failing_votes = {3}  # type: ignore[attr-defined]
         run.train()
         run.model.finish_param_gather()
         return run.outcome()
@@ -118,14 +112,8 @@ def test_a_state_is_asked_for_by_the_name_that_was_given_and_through_no_proxy(mo
     case = Case(num_epochs=1)
 
     def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        points: list[str] = []
-
-        def hook(point: str) -> None:
-            points.append(point)
-            if (slot, point, points.count(point)) == (1, "before vote", 2):
-                run.replicas.link.fail()  # type: ignore[attr-defined]
-
-        run = prepare(case, slot, rank, address, collectives, hook, skew_s=5.0, patience_s=15.0)
+        run = prepare(case, slot, rank, address, collectives, skew_s=5.0, patience_s=15.0)
+        run.replicas.link.failing_votes = {2} if slot == 1 else ()  # type: ignore[attr-defined]
         run.train()
         return run.outcome()
 
@@ -143,12 +131,11 @@ def test_a_state_that_is_asked_for_early_is_waited_for() -> None:
 
         def hook(point: str) -> None:
             points.append(point)
-            if slot == 1 and point == "before vote" and points.count(point) in (2, 4):
-                run.replicas.link.fail()  # type: ignore[attr-defined]
             if point == "serving":
                 time.sleep(0.3)  # the other one has asked by then
 
         run = prepare(case, slot, rank, address, collectives, hook)
+        run.replicas.link.failing_votes = {2, 4} if slot == 1 else ()  # type: ignore[attr-defined]
         run.train()
         return run.outcome() | {"points": points}
 

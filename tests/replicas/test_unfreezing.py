@@ -193,15 +193,9 @@ def test_an_unfrozen_layer_that_another_optimizer_steps_is_refused(unfreezes_in:
         module = case.module()
         assert isinstance(module, nn.Sequential)
         module[0].requires_grad_(False)
-        votes = 0
-
-        def fail_once(point: str) -> None:
-            nonlocal votes
-            votes += point == "before vote"
-            if (slot, votes, point) == (1, 2, "before vote"):
-                replicas.link.fail()  # type: ignore[attr-defined]
-
-        replicas = Replicas(HookedLink(slot, address, fail_once), of=case.of, slot=slot, patience_s=PATIENCE_S)
+        link = HookedLink(slot, address, lambda point: None)
+        link.failing_votes = {2} if slot == 1 else ()
+        replicas = Replicas(link, of=case.of, slot=slot, patience_s=PATIENCE_S)
         model = DistributedDataParallel(module, case.config(), collectives=collectives, replicas=replicas)
         optimizer = DistributedOptimizer(optimizer_of(module), model)
         other = torch.optim.SGD(module[0].parameters(), lr=0.1)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -94,7 +94,8 @@ class HookedLink(TorchftLink):
         self, slot: int, address: str, hook: Hook, skew_s: float = SKEW_S, patience_s: float = PATIENCE_S
     ) -> None:
         super().__init__(slot, address, HEARTBEAT_S, skew_s, patience_s, "localhost")
-        self.hook, self.num_sums = hook, 0
+        self.hook, self.num_sums, self.num_votes = hook, 0, 0
+        self.failing_votes: Collection[int] = ()  # from 1
 
     def join(self, ranks: Collectives, state: Callable[[], Any]) -> None:
         def serve() -> Any:
@@ -131,6 +132,9 @@ class HookedLink(TorchftLink):
 
     def vote(self) -> bool:
         self.hook("before vote")
+        self.num_votes += 1
+        if self.num_votes in self.failing_votes:
+            self.fail()
         voted = super().vote()
         self.hook("after vote")
         return voted
