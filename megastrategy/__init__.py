@@ -16,7 +16,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 if TYPE_CHECKING:
     from ._param_groups import no_decay_groups
     from ._replicas import Replicas
-    from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop, SkipOutlierSteps
+    from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop
     from .pipeline import Pipeline
     from .tools.plan.partitions import plan
 
@@ -31,7 +31,6 @@ __all__ = [
     "Pipeline",
     "Replicas",
     "SaveOnStop",
-    "SkipOutlierSteps",
     "__version__",
     "no_decay_groups",
     "plan",
@@ -39,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"):
+    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"):
         return getattr(_trainer_door(name), name)
     if name == "data":
         return importlib.import_module(".data", __name__)

@@ -20,11 +20,10 @@ from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_defa
 from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class
-from ._lightning.step_skipper import StepSkipper
 from ._lightning.stop_saver import StopSaver
 from ._lightning.trainer_strategy import TrainerStrategy
 
-__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"]
+__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
 
 
 class _Precision(EnginePrecision, Precision):
@@ -59,9 +58,3 @@ class SaveOnStop(StopSaver, Callback):
     __doc__ = StopSaver.__doc__
 
     _sigterm_exception = SIGTERMException
-
-
-class SkipOutlierSteps(StepSkipper, Callback):
-    __doc__ = StepSkipper.__doc__
-
-    _misconfiguration = MisconfigurationException

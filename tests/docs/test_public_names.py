@@ -11,7 +11,7 @@ import pytest
 
 from . import ROOT
 
-TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"]
+TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
 FABRIC = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
 PUBLIC = {
     "megastrategy": [
@@ -24,7 +24,6 @@ PUBLIC = {
         "Pipeline",
         "Replicas",
         "SaveOnStop",
-        "SkipOutlierSteps",
         "__version__",
         "no_decay_groups",
         "plan",
