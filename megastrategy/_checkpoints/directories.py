@@ -29,7 +29,6 @@ from ..core import (
     DistributedOptimizer,
     OpenDirectory,
     RemoteDirectory,
-    extra_name,
     is_directory_checkpoint,
     names_elsewhere,
     to_host,
@@ -206,10 +205,8 @@ def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> 
     Raises:
         FileNotFoundError: if it does not exist.
     """
-    metadata = directory.metadata()
-    # The original first: the copy for other readers is written later, and a save may have been interrupted in between.
-    content = directory.read(extra_name(metadata)) if metadata is not None else None
-    if content is None and (content := directory.read(EXTRA_FILE)) is None:
+    content = directory.read(EXTRA_FILE)
+    if content is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.object(EXTRA_FILE))
     return torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
 

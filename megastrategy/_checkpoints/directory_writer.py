@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,8 +30,9 @@ def save_directory(
 ) -> None:
     """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or missing.
 
-    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when it is complete; for stores
-    see remote_directory's [Note: complete without a rename]. An older checkpoint at ``path`` exists until then.
+    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when it is complete; an
+    older checkpoint at ``path`` exists until then. In a store a complete one is refused, see remote_directory's
+    [Note: complete without a rename].
 
     Args:
         state: nested dictionaries of tensors, :class:`FlatShard` and plain values, with the same structure on all
@@ -100,30 +100,12 @@ def _save_remotely(
 ) -> None:
     from .remote_writer import RemoteWriter
 
-    is_rank_zero = collectives.rank == 0
     with _failing_together(directory, collectives):
         held.deliver()
-        if is_rank_zero:
+        if collectives.rank == 0:
             directory.prepare()
         writer = RemoteWriter(directory, extra)
-    try:
-        _write(state, writer, directory, collectives, held)
-    except BaseException as error:
-        if is_rank_zero and not writer.may_be_complete:
-            try:
-                directory.tidy()
-            # A store's client may raise anything; the first error is reported.
-            except Exception as second:  # noqa: BLE001
-                error.add_note(f"what was written of it is still in {directory}, of no use: {second!r}")
-        raise
-    if is_rank_zero:
-        try:
-            directory.tidy()
-        # The checkpoint is complete, and leftovers only take space until the next save: training goes on.
-        except Exception:
-            logging.getLogger("megastrategy").warning(
-                "%s is complete; what it replaces was not all removed", directory, exc_info=True
-            )
+    _write(state, writer, directory, collectives, held)
 
 
 def _write(

@@ -15,6 +15,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .._checkpoints.directories import existing_directory
+from ..core import RemoteDirectory
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -33,7 +36,7 @@ class StopSaver:
     Args:
         dirpath: the folder, on every rank the same; a URL that fsspec knows will do. It is made when something is
             saved.
-        filename: in it; a later stop writes over an earlier one.
+        filename: in it; a later stop replaces an earlier one. A sharded checkpoint in an object store is removed first.
 
     Attributes:
         path: the file, or folder of a sharded checkpoint, for ``Trainer.fit(ckpt_path=...)``. Remove it when you start
@@ -97,6 +100,8 @@ class StopSaver:
     def _save(self, trainer: pl.Trainer) -> None:
         if self._saved_step == trainer.global_step or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if isinstance(existing_directory(self.path), RemoteDirectory):
+            trainer.strategy.remove_checkpoint(self.path)  # directories in a store are never overwritten
         trainer.save_checkpoint(self.path)
         self._saved_step = trainer.global_step
 

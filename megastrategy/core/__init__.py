@@ -11,9 +11,7 @@ from .checkpoint import (
     OpenDirectory,
     RemoteDirectory,
     describe_missing_file,
-    extra_name,
     is_directory_checkpoint,
-    save_prefix,
 )
 from .collectives import (
     Collectives,
@@ -118,7 +116,6 @@ __all__ = [
     "describe_unreduced",
     "domain_of_all",
     "dtensors_of",
-    "extra_name",
     "field_names",
     "gather_states",
     "gloo_group",
@@ -136,7 +133,6 @@ __all__ = [
     "private_group",
     "refuse_function",
     "replace_meta",
-    "save_prefix",
     "scale_to_norm_",
     "subgroup",
     "to_host",

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
-from megastrategy.core import RemoteDirectory, is_directory_checkpoint
 from tests.support.object_store import PROTOCOL
 from tests.support.optimizers import MatricesAndRest
 from tests.support.ports import free_port
@@ -119,8 +119,8 @@ def with_trainer(
         dirpath or folder / "checkpoints",
         "{step}",
         every_n_train_steps=1,
-        save_last=True,
-        enable_version_counter=dirpath is None,  # it takes what a cut save has left in a store for a checkpoint
+        save_last=dirpath is None,  # directories in a store are never overwritten
+        enable_version_counter=dirpath is None,  # a save that was cut off keeps its name
     )
     strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type, **options)
     limits = {"max_steps": num_steps, "max_epochs": -1, "log_every_n_steps": 50}
@@ -145,8 +145,9 @@ def with_store(
 ) -> dict[str, Tensor]:
     """The same in an object store, where Lightning does not find the last one by itself."""
     url = store_of(folder, protocol)
-    last = RemoteDirectory(f"{url}/last.ckpt")
-    ckpt_path = last.url if is_directory_checkpoint(last) else None
+    files, path = fsspec.url_to_fs(url)
+    steps = [int(name.split("step=")[1].split(".")[0]) for name in files.glob(f"{path}/*/.metadata")]
+    ckpt_path = f"{url}/step={max(steps)}.ckpt" if steps else None
     far = {"dirpath": url, "ckpt_path": ckpt_path, "plugins": plugins}
     return with_trainer(folder, num_steps, state_dict_type="sharded", **far)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +22,7 @@ from fsspec.spec import AbstractBufferedFile
 PROTOCOL = "objects"
 
 
-Kind = Literal["once", "dead", "answer lost", "late"]
+Kind = Literal["once", "dead", "answer lost"]
 
 
 @dataclasses.dataclass
@@ -32,26 +31,22 @@ class Faults:
 
     Attributes:
         kind: "once": one operation does nothing and raises. "dead": so do all after it, reading too, as if the process
-            had ended. "answer lost": one does what it shall, and raises. "late": one raises, and does it in the end.
+            had ended. "answer lost": one does what it shall, and raises.
         at: which operation; None for none.
         done: the operations so far, as (what, name of the object).
         raised: whether there was a failure.
-        late: what is still to be done.
     """
 
     kind: Kind = "once"
     at: int | None = None
     done: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     raised: bool = False
-    late: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
     def begin(self, kind: Kind, at: int) -> None:
         self.kind, self.at, self.done, self.raised = kind, at, [], False
 
     def end(self) -> None:
         self.at = None
-        while self.late:
-            self.late.pop()()
 
     def fail(self, what: str) -> NoReturn:
         self.raised = True
@@ -68,7 +63,6 @@ class Faults:
         if not fails or self.kind == "answer lost":
             action()
         if fails:
-            self.late += [action] if self.kind == "late" else []
             self.fail(f"{what} of {path}")
 
 
@@ -86,8 +80,6 @@ class ObjectStore(fsspec.AbstractFileSystem):
     root_marker = "/"
     requests = 0
     """How often this process has asked for bytes of an object."""
-    lists_after_s = 0.0
-    """How old an object is when it is listed first, in seconds."""
 
     # --- what changes something --------------------------------------------------------------------------------------
 
@@ -130,7 +122,7 @@ class ObjectStore(fsspec.AbstractFileSystem):
         FAULTS.check_alive()
         path = self._strip_protocol(path)
         if path not in self.dircache:
-            self.dircache[path] = _listing(path, time.time() - self.lists_after_s)
+            self.dircache[path] = _listing(path)
         found = self.dircache[path]
         if not found:
             raise FileNotFoundError(path)
@@ -190,12 +182,12 @@ def _write(path: str, content: bytes) -> None:
     part.replace(target)
 
 
-def _listing(path: str, before: float) -> list[dict[str, Any]]:
+def _listing(path: str) -> list[dict[str, Any]]:
     if _place(path).is_file():
         return [{"name": path, "size": _place(path).stat().st_size, "type": "file"}]
     found = []
     for child in sorted(Path(path).iterdir()) if Path(path).is_dir() else ():
-        if child.name.endswith(".object") and child.stat().st_mtime <= before:
+        if child.name.endswith(".object"):
             name = unquote(child.name.removesuffix(".object"))
             found.append({"name": f"{path}/{name}", "size": child.stat().st_size, "type": "file"})
         elif child.is_dir() and next(child.rglob("*.object"), None) is not None:
@@ -216,14 +208,6 @@ def copy_to_disk(url: str, folder: Path) -> None:
     source = Path(url.removeprefix(f"{PROTOCOL}://"))
     for path in source.glob("*.object"):
         shutil.copy(path, folder / unquote(path.name.removesuffix(".object")))
-
-
-def copy_from_disk(folder: Path, url: str) -> None:
-    """The reverse."""
-    target = Path(url.removeprefix(f"{PROTOCOL}://"))
-    target.mkdir(parents=True)
-    for path in folder.iterdir():
-        shutil.copy(path, target / f"{quote(path.name)}.object")
 
 
 fsspec.register_implementation(PROTOCOL, ObjectStore, clobber=True)

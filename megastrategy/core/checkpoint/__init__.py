@@ -14,7 +14,7 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, save_prefix
+from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory
 
 __all__ = [
     "EXTRA_FILE",
@@ -25,7 +25,6 @@ __all__ = [
     "as_on_rank_zero",
     "completed_state",
     "describe_missing_file",
-    "extra_name",
     "has_main_params",
     "is_directory_checkpoint",
     "load_full_state",
@@ -34,7 +33,6 @@ __all__ = [
     "parts_of_state",
     "read_state",
     "require_everybody",
-    "save_prefix",
     "state_to_write",
     "whole_main_params",
     "whole_state",

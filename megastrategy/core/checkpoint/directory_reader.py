@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # importing it takes half a second, which is paid only to sav
 def is_directory_checkpoint(path: Directory) -> bool:
     """Returns True if a strategy of this package, FSDP or another user of torch.distributed.checkpoint wrote it."""
     if isinstance(path, RemoteDirectory):
-        return path.size(MARKER) is not None
+        return MARKER in path.sizes()
     return (path / MARKER).is_file()
 
 
@@ -156,5 +156,5 @@ class OpenDirectory:
         """Returns a function that returns a file's bytes by name; None for a file that does not exist."""
         path = self.path
         if isinstance(path, RemoteDirectory):
-            return path.file_sizes()
+            return path.sizes().get
         return lambda name: (path / name).stat().st_size if (path / name).is_file() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from megastrategy.core import (
     make_collectives,
 )
 from tests.support.extra_packages import python_with
-from tests.support.object_store import FAULTS, Kind, ObjectStore, copy_from_disk, copy_to_disk, objects_in
+from tests.support.object_store import FAULTS, Kind, ObjectStore, copy_to_disk, objects_in
 from tests.support.processes import run_processes
 from tests.support.sharded_training import Training, assert_same
 
@@ -120,16 +119,6 @@ def load(place: RemoteDirectory) -> int:
     return int(number)
 
 
-def assert_settled(url: str) -> None:
-    """The store has the objects of one save, and of no other."""
-    names = objects_in(url)
-    assert len(names) == 5, names
-    assert {".metadata", "meta.pt"} < names
-    [original] = (name for name in names if name.startswith("meta-"))
-    prefix = original.removeprefix("meta-").removesuffix(".pt")
-    assert names - {".metadata", "meta.pt", original} == {f"{prefix}__0_0.distcp", f"{prefix}__1_0.distcp"}
-
-
 # --- cut off ---------------------------------------------------------------------------------------------------------
 
 
@@ -152,79 +141,42 @@ def save_cut_off_at(place: RemoteDirectory, number: int, kind: Kind, at: int, ra
     return failed, told[rank][1]
 
 
-def cut_off_at_each_operation(url: str, kind: Kind, rank: int, replaces: bool) -> list[str]:
+def cut_off_at_each_operation(url: str, kind: Kind, rank: int) -> list[str]:
     """Before each operation (``dead``), at it (``once``) and after it (``answer lost``). Returns what became of it."""
     outcomes = []
     for at in itertools.count():
         place = RemoteDirectory(f"{url}/{at}")
-        if replaces:
-            save(place, 0)
         failed, reached = save_cut_off_at(place, 1, kind, at, rank)
-        outcomes.append("not there" if failed else "complete")
-        if failed and not replaces:
+        outcomes.append("failed" if failed else "complete")
+        if is_directory_checkpoint(place):
+            assert load(place) == 1
+        else:
+            assert failed
             with pytest.raises(CheckpointError, match=f"{place} is no complete directory"):
                 _ = OpenDirectory(place).keys
-        else:
-            assert load(place) == (0 if failed else 1), f"at operation {at}"
-        # For those who copy it to a disk there is none, or the one that belongs to the tensors.
-        copied = [name for name in objects_in(place.url) if name == "meta.pt"]
-        if copied and is_directory_checkpoint(place):
-            assert torch.load(io.BytesIO(place.read("meta.pt") or b""))["number"] == (0 if failed else 1)
-        dist.barrier()
-        save(place, 2)
-        dist.barrier()  # rank 0 tidies up, and no rank waits for that
-        assert load(place) == 2
-        assert_settled(place.url)
+            dist.barrier()
+            save(place, 2)
+            dist.barrier()
+            assert load(place) == 2
         if not reached:
             return outcomes
     raise AssertionError
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["dead", "answer lost", "once"])
-def test_what_is_replaced_is_complete_until_the_new_one_is(url: str, kind: Kind) -> None:
-    """A save that is interrupted at any operation leaves the old directory or the new one, complete. It raises if and
-    only if it leaves the old one."""
-    outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 0, True)
-    # Rank 0 puts its part and the extra file, removes the old copy and puts .metadata, on which it turns. Then it
-    # makes the copy, and removes two parts and an extra file. The last of the saves was not disturbed.
-    num_lost = 3 if kind == "answer lost" else 4
-    assert outcomes == ["not there"] * num_lost + ["complete"] * (9 - num_lost)
-
-
-def put_late(url: str) -> None:
-    """The last of the four operations before a save is complete takes effect after its client has given up."""
-    for at, found in ((3, 1), (0, 0)):
-        place = RemoteDirectory(f"{url}/{at}")
-        save(place, 0)
-        assert save_cut_off_at(place, 1, "late", at, 0) == (True, True)
-        dist.barrier()
-        assert load(place) == found
-        save(place, 2)
-        dist.barrier()
-        assert load(place) == 2
-        assert_settled(place.url)
-
-
-def test_a_put_that_was_given_up_and_comes_late_finds_all_that_it_names(url: str) -> None:
-    run_processes(2, put_late, url)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["dead", "answer lost", "once"])
-def test_a_first_save_is_complete_or_refused_by_name(url: str, kind: Kind) -> None:
-    outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 0, False)
-    num_lost = 2 if kind == "answer lost" else 3
-    assert outcomes == ["not there"] * num_lost + ["complete"] * (len(outcomes) - num_lost)
-    assert len(outcomes) == (6 if kind == "dead" else 5), "it may die once more, before it looks what to remove"
+def test_a_save_is_complete_or_refused_by_name(url: str, kind: Kind) -> None:
+    """Rank 0 puts its part, the extra file and .metadata. The last of the saves is not disturbed."""
+    outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 0)
+    assert outcomes == ["failed"] * 3 + ["complete"]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["dead", "answer lost", "once"])
 def test_a_rank_that_cannot_write_is_named_by_all(url: str, kind: Kind) -> None:
     """Without credentials, for one."""
-    outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 1, True)
-    assert outcomes == ["not there", "complete"], "it has its part to put"
+    outcomes, _ = run_processes(2, cut_off_at_each_operation, url, kind, 1)
+    assert outcomes == ["failed", "complete"], "it has its part to put"
 
 
 def save_where_nobody_else_looks() -> str:
@@ -244,85 +196,39 @@ def test_a_rank_that_reaches_another_store_is_noticed_before_the_checkpoint_is_c
 # --- in the life of a place ------------------------------------------------------------------------------------------
 
 
-def save_in_turns(folder: Path, url: str) -> None:
+def save_over_a_complete_one(url: str) -> tuple[str, int]:
     place = RemoteDirectory(url)
-    for number in range(3):
-        save(place, number)
-        assert load(place) == number, "whatever this rank has listed before"
-        dist.barrier()
-    if dist.get_rank() == 0:
-        copy_to_disk(url, folder / "disk")
-        copy_from_disk(folder / "disk", f"{url}-copied")
+    assert not is_directory_checkpoint(place)
     dist.barrier()
-    copied = RemoteDirectory(f"{url}-copied")
-    assert load(copied) == 2
-    save(copied, 3)
-    dist.barrier()
-    assert load(copied) == 3
-    assert_settled(copied.url)
+    save(place, 1)
+    assert load(place) == 1, "whatever this rank has listed before"
+    with pytest.raises(CheckpointError) as raised:
+        save(place, 2)
+    return str(raised.value), load(place)
 
 
-def test_ranks_see_what_is_there_now(tmp_path: Path, url: str) -> None:
-    """fsspec remembers listings; another rank has written since."""
-    run_processes(2, save_in_turns, tmp_path, url)
-    assert_settled(url)
-
-
-def save_where_lists_are_late(url: str) -> None:
-    ObjectStore.lists_after_s = 3600.0
-    place = RemoteDirectory(url)
-    for number in range(2):
-        save(place, number)
-        assert load(place) == number
-        dist.barrier()
-    assert not place.sizes()
-    ObjectStore.lists_after_s = 0.0
-    save(place, 2)
-
-
-def test_what_was_put_need_not_be_listed_yet(url: str) -> None:
-    """Lists of some stores are late; they return an object by name as soon as it is put."""
-    run_processes(2, save_where_lists_are_late, url)
-    assert_settled(url)
+def test_a_complete_directory_is_never_overwritten(url: str) -> None:
+    for message, number in run_processes(2, save_over_a_complete_one, url):
+        assert number == 1
+        assert message.startswith(f"the checkpoint {url} was not written: rank 0: FileExistsError")
+        assert "Save under another name, with the step in it" in message
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["run [2]", "run*"])
 def test_names_are_no_patterns(tmp_path: Path, name: str) -> None:
     url = f"objects://{tmp_path}/{name}/last.ckpt"
-    run_processes(2, replace_and_remove, url)
+    run_processes(2, save_and_remove, url)
     assert not objects_in(str(Path(url).parent))
 
 
-def replace_and_remove(url: str) -> None:
+def save_and_remove(url: str) -> None:
     place = RemoteDirectory(url)
-    for number in range(2):
-        save(place, number)
-        assert load(place) == number
-        dist.barrier()
+    save(place, 1)
+    assert load(place) == 1
+    dist.barrier()
     if dist.get_rank() == 0:
-        assert_settled(url)
         place.remove()
-
-
-def replace_what_a_disk_had(folder: Path, url: str) -> None:
-    """The extra file of such a directory has one name alone, and no part has the name of its save."""
-    save_directory(state(0), {"number": 0}, folder / "disk", host_collectives())
-    kinds: list[Kind] = ["dead", "once"]  # with the parts of what failed left there, and removed
-    for kind, at in itertools.product(kinds, range(5)):
-        place = RemoteDirectory(f"{url}/{kind}/{at}")
-        if dist.get_rank() == 0:
-            copy_from_disk(folder / "disk", place.url)
-        dist.barrier()
-        assert load(place) == 0
-        assert save_cut_off_at(place, 1, kind, at, 0) == (True, True)
-        dist.barrier()
-        assert load(place) == 0
-
-
-def test_a_directory_copied_from_a_disk_is_replaced_as_safely(tmp_path: Path, url: str) -> None:
-    """Up to the fifth operation, one more than else: its extra file is copied first."""
-    run_processes(2, replace_what_a_disk_had, tmp_path, url)
 
 
 def refuse_to_replace(url: str) -> list[str]:
@@ -342,7 +248,7 @@ def test_what_is_no_checkpoint_is_not_replaced(url: str) -> None:
     for results, file in run_processes(2, refuse_to_replace, url):
         assert "rank 0: IsADirectoryError" in results
         assert "it is a directory, and no checkpoint" in results
-        assert "it is a file, which a directory cannot replace at once" in file
+        assert "it is a file, and a store would have both" in file
     assert objects_in(url) == {"precious.txt", "file.ckpt"}
 
 
@@ -365,7 +271,7 @@ def remove_cut_off(url: str) -> int:
 
 
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint(url: str) -> None:
-    assert run_processes(1, remove_cut_off, url)[0] >= 4, "there are four objects"
+    assert run_processes(1, remove_cut_off, url)[0] >= 3, "there are three objects"
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -373,9 +279,8 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(url: str) -> None:
 
 def save_in_memory() -> None:
     place = RemoteDirectory("memory://run/last.ckpt")
-    for number in range(2):
-        save(place, number)
-        assert load(place) == number
+    save(place, 1)
+    assert load(place) == 1
     assert place.kind() == "directory"
     place.remove()
     assert place.kind() is None

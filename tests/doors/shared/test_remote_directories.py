@@ -129,9 +129,9 @@ def test_what_is_not_complete_is_refused_by_name(ranks: Ranks, url: str) -> None
 
 
 def stop_and_go_on(url: str, kind: str) -> list[int]:
-    """The steps at which two fits began."""
+    """The steps at which three fits began."""
     begun: list[int] = []
-    for max_steps, epochs in ((3, 2), (-1, 1)):
+    for max_steps, epochs in ((3, 2), (4, 2), (-1, 1)):
         stopper = SaveOnStop(f"{url}/")
         assert stopper.path == f"{url}/stopped.ckpt"
         strategy = make_strategy("megatron_ddp", state_dict_type=kind)
@@ -151,7 +151,7 @@ class Begins(pl.Callback):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_fit_that_is_stopped_saves_there_too(ranks: Ranks, url: str, kind: str) -> None:
-    assert ranks.run(stop_and_go_on, url, kind) == [[0, 3]] * 2
+    assert ranks.run(stop_and_go_on, url, kind) == [[0, 3, 4]] * 2
 
 
 # --- Fabric ----------------------------------------------------------------------------------------------------------
