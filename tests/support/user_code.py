@@ -357,11 +357,6 @@ def read_gradients(site: Site) -> None:
     site.seen.append([param.grad.clone() for param in site.params if param.grad is not None])
 
 
-@row("before step", "after step")
-def keep_gradients(site: Site) -> None:
-    site.kept.append([param.grad for param in site.params])
-
-
 @row("before step")
 def drop_gradients_and_assign_others(site: Site) -> None:
     site.optimizer.zero_grad()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import MainGradError
 from ..module import LocalParts
 from ..wire import round_in_place
-from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
+from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, slice_view
 from .main_grads import has_main_grad, pop_added_flag, remove_main_grad, set_main_grad
 from .reduced_grad import ReducedGrad
 
@@ -53,7 +53,6 @@ class ContiguousGradBuffers(GradBuffers):
         for index, grad in enumerate(grads, first):
             param = self.params[index]
             if has_main_grad(param):
-                # Another tensor than the view, whose references show whether user code has kept .grad.
                 self.main_grads[index] = self._slice(index)
                 set_main_grad(param, self.main_grads[index])
             elif self.local_parts.may_be_sum(param):
@@ -158,7 +157,6 @@ class ContiguousGradBuffers(GradBuffers):
     def _open(self) -> None:
         self._restore_moved_views()
         grads = self._notice_drops(range(len(self.params)))
-        self._release_replaced_grads(grads)
         for bucket in self.layout.buckets:
             # Outside of this rank's shard a reduced bucket has leftovers, which must not be averaged in again.
             if self._buckets[bucket.index].is_reduced and self._changes_if_reduced_again(bucket.index):
@@ -196,12 +194,6 @@ class ContiguousGradBuffers(GradBuffers):
         in_grad = (index for index, is_in_grad in self._partial_sum_in_grad.items() if is_in_grad)
         sealed = (self.layout.buckets[bucket].params for bucket in self._sealed)
         return self._main_grads_pending.union(in_grad, *sealed)
-
-    def _release_replaced_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Releases gradients that user code has replaced in ``.grad`` without clearing them."""
-        has_grad, views, not_in_view = self.has_grad, self.views, self._not_in_view()
-        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in not_in_view]
-        self._release_kept_grads([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
     def _keep_partial_sums_in_grad(self, grads: Sequence[Tensor | None]) -> None:
         """See [Note: partial sums over tensor ranks stay in .grad]."""
@@ -270,15 +262,11 @@ class ContiguousGradBuffers(GradBuffers):
             if grad is None and index in self._main_grads_pending and has_grad[index]:
                 grad = view
             if grad is None:  # dropped in this backward: the view still has it, and would send it
-                del view  # a reference that would count as user code's
-                self._release_kept_grads([index])
                 self._zero_param(index)
                 has_grad[index] = False
             elif grad is not view or grad.data_ptr() != addresses[index]:
                 # Replaced by the user, or re-pointed with the module (Module.to replaces .grad.data).
                 self._check_param(index)
-                del view
-                self._release_kept_grads([index])
                 self.views[index] = self._view(index)
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
@@ -337,9 +325,6 @@ class ContiguousGradBuffers(GradBuffers):
 
     def close_and_return_memory(self) -> list[Tensor]:
         flats = self.flats
-        # User code may have kept a gradient in the backward that the move ends, and would see other values in it.
-        for index in referred_to_elsewhere(self.views):
-            self._detach_view(index)
         self.close()
         return flats
 

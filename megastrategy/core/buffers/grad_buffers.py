@@ -21,8 +21,8 @@ The state of a gradient, by parameter (p) or bucket (b). A change of one row has
 |---|---|---|---|
 | ``has_grad`` p | a gradient (once reduced: on any rank) | hooks, ranks' agreement, ``seal`` | ``clear``, drops |
 | ``_stale`` p | zero it before the next addition | ``clear``, drops | ``_zero_stale``, ``zero``, user's ``.grad`` |
-| ``views`` p | the accumulating tensor | ``extend`` | ``close``; replaced by ``_detach_view`` |
-| ``_stand_ins`` p | the present stand-in | ``_stand_in`` | ``_release_kept_grads`` if user code has it |
+| ``views`` p | the accumulating tensor | ``extend`` | ``close`` |
+| ``_stand_ins`` p | the parameter's stand-in | ``_stand_in`` | never |
 | ``zeroed`` p | ``zero`` was called | ``zero`` | its reader |
 | ``_buckets[b].is_reduced`` | it has a result | ``publish`` | ``_reopen`` |
 | ``_buckets[b].sums`` | its reduced shard | reductions | ``_zero_bucket``, ``_zero_sums`` |
@@ -30,18 +30,11 @@ The state of a gradient, by parameter (p) or bucket (b). A change of one row has
 | ``_uninitialised`` p | the view is valid after a copy only | ``_zero_bucket`` | that copy, ``_zero_param`` |
 | ``_partial_sum_in_grad`` p | ``.grad`` has it, not the view | ``open`` | ``seal`` |
 | ``_main_grads_pending`` p | ``.grad`` is None, a layer adds | ``start_main_grads`` | ``seal``, ``finish_main_grads`` |
-
-[Note: gradients that user code still holds]
-``kept = param.grad; optimizer.zero_grad()`` leaves the gradient in ``kept`` under torch DDP, and the next backward
-makes another. Here the next one would be written to the same memory, and change ``kept`` silently. Python's reference
-count shows whether user code refers to the tensor: then it gets memory of its own, and ``.grad`` is another tensor from
-then on. A view of it (``param.grad.detach()``) is another tensor of the buffer's memory, and is not noticed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -78,14 +71,6 @@ def slice_storage(flat: Tensor, start: int, numel: int) -> UntypedStorage:
 def copy_grad_(target: Tensor, grad: Tensor) -> None:
     """Copies a gradient, which may be sparse, to ``target`` (dense, of the parameter's shape)."""
     target.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
-
-
-def referred_to_elsewhere(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Returns the indices of tensors that have more references than the one of the caller's container."""
-    owner = [object()]  # has just that one: the usual count differs between versions of Python
-    known = [*tensors, *owner]
-    *counts, usual = map(sys.getrefcount, known)
-    return [place for place, count in enumerate(counts) if count > usual and known[place] is not None]
 
 
 def late_grad(param: Parameter) -> Tensor:
@@ -371,7 +356,6 @@ class GradBuffers(ABC):
         for index, grad in zip(params, self._notice_drops(params), strict=True):
             if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
                 self._check_param(index)
-                self._release_kept_grads([index])
                 self._take_written(index, grad)
                 self.has_grad[index], self._stale[index] = True, False
                 self.params[index].grad = self._stand_in(index)
@@ -398,8 +382,8 @@ class GradBuffers(ABC):
             if grad is None:
                 # A gradient that is not scattered is also None while it is sealed, and after zero_grad.
                 if has_grad[index] and self.is_sharded(index):
-                    has_grad[index], self._stale[index] = False, True
-                    self._release_kept_grads([index])
+                    has_grad[index] = False
+                    self._stale[index] = True
                 continue
             # Nearly always the parameter's own. A stand-in that was moved with the module is another object.
             if grad is not (known := stand_ins[index]) and isinstance(grad, ReducedGrad):
@@ -427,7 +411,6 @@ class GradBuffers(ABC):
             self.params[index].grad = None
             self.has_grad[index] = False
             self._stale[index] = True
-        self._release_kept_grads(params)
 
     def zero(self, params: Iterable[int]) -> None:
         """Sets existing gradients to zero, and keeps them."""
@@ -448,26 +431,6 @@ class GradBuffers(ABC):
         for param, grad in zip(self.params, grads, strict=True):
             if param.grad is None:
                 param.grad = grad
-
-    def _release_kept_grads(self, params: Sequence[int]) -> None:
-        """Gives dropped gradients that user code refers to, and that are no ``.grad``, memory of their own; see [Note:
-        gradients that user code still holds]."""
-        for place in referred_to_elsewhere(map(self.views.__getitem__, params)):
-            self._detach_view(params[place])
-        stand_ins = self._stand_ins
-        for place in referred_to_elsewhere(map(stand_ins.__getitem__, params)):
-            stand_ins[params[place]] = None
-        for index in params:
-            if (known := stand_ins[index]) is not None and known.represented.has_copies:
-                stand_ins[index] = None
-
-    def _detach_view(self, param: int) -> None:
-        """Gives a view that user code refers to memory of its own, and the parameter a new view."""
-        kept = self.views[param]
-        assert kept is not None, "user code refers to it"
-        part = self.local_parts.local_view(kept)
-        part.data = part.detach().clone()
-        self.views[param] = self._view(param)
 
     def _view(self, param: int) -> Tensor:
         """Makes a tensor for ``.grad`` in the buffer's memory."""

@@ -94,7 +94,6 @@ class PooledGradBuffers(GradBuffers):
                 param.grad = param.grad.take_pending()
             elif param.grad is not None:  # replaces the sums; it is sent with the gradients that are added to it
                 self._check_param(index)
-                self._release_kept_grads([index])
                 self._zero_sums(index)
                 self.has_grad[index] = True
 

@@ -7,14 +7,12 @@ number. So ``.grad`` is a stand-in without storage. Reads of its shape, dtype or
 computation with it raises :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
 Operations that need no elements work: zeroing zeroes the reduced gradient, ``detach`` and ``to`` return another
 stand-in, and autograd may add the next local gradient. A ``.grad`` of None was dropped by user code, in any way, as by
-``zero_grad`` of a raw module. A stand-in that user code keeps beyond that represents a gradient that is gone: the next
-gradient gets another one, so that putting the old one back is noticed.
+``zero_grad`` of a raw module.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, SupportsIndex
 
@@ -53,7 +51,6 @@ class RepresentedGrad:
     spec: ParamSpec
     all_reduce_option: str
     zero: Callable[[RepresentedGrad], None]
-    has_copies: bool = False
 
 
 class ReducedGrad(Tensor):
@@ -124,7 +121,6 @@ class ReducedGrad(Tensor):
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
-        self.represented.has_copies = True
         return ReducedGrad(self.represented, torch.device(device), dtype, pending)
 
     def check_is_of(self, spec: ParamSpec, present: RepresentedGrad | None) -> None:
@@ -169,12 +165,7 @@ class ReducedGrad(Tensor):
     def __dlpack__(self, **_: Any) -> NoReturn:
         raise self.error("from_dlpack()")
 
-    def data_ptr(self) -> int:
-        # torch's CUDA sanitizer asks every argument before the operation itself is refused or answered here. It
-        # takes null for a tensor without memory, as it does of tensors without elements, and distinguishes
-        # those by their ids.
-        if sys._getframe(1).f_globals.get("__name__") == "torch.cuda._sanitizer":
-            return 0
+    def data_ptr(self) -> NoReturn:
         raise self.error("data_ptr()")
 
     def apply_(self, *_: Any) -> NoReturn:
@@ -186,11 +177,8 @@ class ReducedGrad(Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise self.error("pickling")
 
-    def __deepcopy__(self, memo: Any) -> None:
-        # torch copies a parameter without its gradient, but a tensor-parallel one, like any Tensor, with it. The copy
-        # does not belong to the engine, and has no gradient.
-        if sys._getframe(1).f_code is not Tensor.__deepcopy__.__code__:
-            raise self.error("deepcopy")
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise self.error("deepcopy")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Returns an empty storage, for tables of memory."""

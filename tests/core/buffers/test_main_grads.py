@@ -175,22 +175,6 @@ def test_a_layer_of_ones_own_says_so_on_its_weight() -> None:
     assert all(torch.equal(fused[0][name], value) for name, value in plain[0].items())
 
 
-def test_a_gradient_that_user_code_kept_does_not_change() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, optimizer = wrap(group, Fused, **WHOLE)
-        net: Any = model.module
-        model(batch(rank, 0, torch.float32)).backward()
-        kept = net.first.weight.grad
-        before = kept.clone()
-        optimizer.zero_grad()
-        model(batch(rank, 1, torch.float32)).backward()
-        assert torch.equal(kept, before)
-        assert not torch.equal(net.first.weight.grad, before)
-        model.close()
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("when", ["before any gradient", "between two"])
 def test_a_backward_that_raises_leaves_nothing_behind(when: str) -> None:
     def run(kind: type[nn.Linear], fails: bool) -> Callable[[int, ProcessGroup], Tensor]:

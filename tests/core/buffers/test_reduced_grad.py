@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.cuda import _sanitizer
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -22,7 +21,6 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.errors import ParameterChangedError, ReducedGradError
 from tests.support.ranks import run_ranks
-from tests.support.thread_mode import ThreadMode
 
 SHARDED: dict[str, dict[str, Any]] = {
     "contiguous": {"bucket_size": 40},
@@ -444,50 +442,6 @@ def test_gradients_of_a_failed_backward_are_not_added_later() -> None:
         optimizer.step()
 
     assert_ends_alike(program, SHARDED["contiguous"], 1e-6, optimizer="SGD")
-
-
-class Sanitized(ThreadMode):
-    """torch's CUDA sanitizer, as its own mode calls it, for which stand-ins are on a GPU and all else on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events, self.num_stand_ins = _sanitizer.EventHandler(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _sanitizer.ArgumentHandler()
-        is_factory = bool(_sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name))
-        found.parse_inputs(func._schema, args, kwargs or {}, is_factory=is_factory)
-        outputs = func(*args, **(kwargs or {}))
-        found.parse_outputs(func._schema, outputs, is_factory=is_factory)
-        self.num_stand_ins += len(found.tensor_aliases)
-        reads, writes = found.dataptrs_read - found.dataptrs_written, found.dataptrs_written
-        assert not self.events._handle_kernel_launch(
-            0, reads, writes, found.outputs, func._schema, found.tensor_aliases
-        )
-        return outputs
-
-
-@sharded
-@pytest.mark.parametrize(
-    "program", [zeroes_in_place, never_zeroes, accumulates_upon_the_reduced], ids=lambda program: program.__name__
-)
-def test_torchs_sanitizer_may_ask_a_stand_in(
-    program: Program, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks each argument of each operation for its address, where reading one is refused."""
-    expected = end_of(program, options)
-    monkeypatch.setattr(ReducedGrad, "is_cuda", True)
-    seen = []
-
-    def sanitized(*arguments: Any) -> None:
-        with Sanitized() as mode:
-            program(*arguments)
-        seen.append(mode.num_stand_ins)
-
-    ended = end_of(sanitized, options)
-    assert min(seen) > 0
-    for mine, other in zip(ended, expected, strict=True):
-        assert all(torch.equal(mine["weights"][name], weight) for name, weight in other["weights"].items())
 
 
 def test_stand_ins_cost_no_memory_and_keep_nothing_alive() -> None:

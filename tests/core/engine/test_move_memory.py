@@ -105,25 +105,3 @@ def test_a_move_takes_no_more_memory_than_there_was(dtype: torch.dtype, options:
     for before, after, num_allocated in run_ranks(4, run):
         assert num_allocated == 4, "both were made anew"
         assert after == before
-
-
-def test_a_gradient_that_user_code_kept_does_not_change() -> None:
-    """Taken in the backward that a move ends, from the memory in which weights wait."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)).to(torch.bfloat16)
-        kept: list[Tensor] = []
-        module[0].bias.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
-        config = DistributedDataParallelConfig(bucket_size=500, overlap_grad_reduce=False)
-        model = DistributedDataParallel(module, config, group)
-        model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
-        weights = [param.detach().clone() for param in module.parameters()]
-        [grad] = kept
-        before = grad.view(torch.int16).clone()  # bits: of others' shards a reduce-scatter may leave NaN
-        assert grad is model.engine.grad_buffers.views[1], "and not one of autograd's own"
-        assert relayout(model.engine, other_layout(model, bucket_size=1))
-        assert torch.equal(grad.view(torch.int16), before)
-        assert all(torch.equal(param, weight) for param, weight in zip(module.parameters(), weights, strict=True))
-        model.close()
-
-    run_ranks(2, run)
