@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "_param_groups": set(),
     "_expert_mesh": {"core"},
     "_versions": set(),
-    "_bottlenecks": set(),
     "data": set(),
     "_replicas": {"core", "_faults"},
     "_prepared_models": {"core"},
@@ -44,7 +43,6 @@ MAY_IMPORT = {
         "_faults",
         "_checkpoints",
         "_prepared_models",
-        "_bottlenecks",
         "_unsharded_optimizers",
         "data",
         "pipeline",
@@ -68,7 +66,6 @@ MAY_IMPORT = {
     "__main__": {"tools"},
     "tools": {
         "core",
-        "_bottlenecks",
         "_checkpoints.files",
         "_checkpoints.not_tensors",
         "_checkpoints.paths",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .._bottlenecks import RankTimes, Verdict, verdict_of
 from ..core import EventKind
+from .bottlenecks import RankTimes, Verdict, verdict_of
 from .gaps import EVALUATION, LOADING, gaps_of
 from .timeline import ModelEvents, RankEvents, average, bucket_times, evaluations_of, overlap_ns, spans_of
 

@@ -101,35 +101,18 @@ def half_precision(**options: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, **options}))
 
 
-class WholeNorms(pl.Callback):
-    """Logs what ``CommunicationMonitor(log_norms=True)`` does, from the whole tensors of torch DDP."""
+class WholeNorm(pl.Callback):
+    """Logs the norm as ``CommunicationMonitor`` does, from the whole tensors of torch DDP."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        params = [param.detach() for param in pl_module.parameters()]
-        grads = [param.grad for param in pl_module.parameters()]
-        values = {
-            "grad_norm": torch.cat([grad.flatten() for grad in grads]).norm(),
-            "grad_num_zeros": sum((grad == 0).sum() for grad in grads),
-            "param_norm": torch.cat([param.flatten() for param in params]).norm(),
-        }
-        pl_module.log_dict({f"norms/{name}": float(value) for name, value in values.items()})
-
-
-class WithZeros(Net):
-    """Half of its units never act."""
-
-    def loss(self, batch: Any) -> Tensor:
-        features, _, targets = batch
-        hidden = torch.tanh(self.inputs(features)) * torch.arange(self.inputs.out_features).remainder(2)
-        return F.cross_entropy(self.outputs(hidden), targets)
+        grads = [param.grad.flatten() for param in pl_module.parameters()]
+        pl_module.log("communication/grad_norm", float(torch.cat(grads).norm()))
 
 
 def norms_logged(strategy: str, callback: pl.Callback, **options: Any) -> Lines:
-    result = fit(strategy, module=WithZeros(), callbacks=[callback], gradient_clip_val=0.05, **options)
-    norms = [(step, {k: v for k, v in values.items() if k.startswith("norms/")}) for step, values in result.logged]
-    return [(step, values) for step, values in norms if values]
+    result = fit(strategy, module=Net(), callbacks=[callback], gradient_clip_val=0.05, **options)
+    return [(step, values) for step, values in lines_of(result.logged) if "grad_norm" in values]
 
 
 def norms_of_both(**options: Any) -> tuple[Lines, Lines]:
-    ours = norms_logged("megatron_ddp", CommunicationMonitor(log_norms=True), **options)
-    return ours, norms_logged("ddp", WholeNorms(), **options)
+    return norms_logged("megatron_ddp", CommunicationMonitor(), **options), norms_logged("ddp", WholeNorm(), **options)

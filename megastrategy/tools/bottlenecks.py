@@ -79,24 +79,19 @@ class Verdict:
     lateness: Lateness | None = None
 
 
-def verdict_of(ranks: Sequence[RankTimes], input_name: str = "waits for the next batch") -> Verdict:
-    """Finds the bound from the ranks' numbers; those of one rank are enough if the others' are unknown.
-
-    Args:
-        ranks: at least one.
-        input_name: the activity in ``input_ms``.
-    """
+def verdict_of(ranks: Sequence[RankTimes]) -> Verdict:
+    """Finds the bound from the numbers of one rank or more."""
     period_ms = statistics.fmean(rank.period_ms for rank in ranks)
     slowest_input = max(ranks, key=lambda rank: rank.input_ms)
     exposed_ms = statistics.fmean(rank.exposed_ms for rank in ranks)
     late = lateness(ranks)
     # First, as the others' waiting for a straggler looks like a slow link.
     if late is not None and _is_straggler(late, period_ms):
-        return Verdict("straggler", _straggler(late, ranks, input_name), late)
+        return Verdict("straggler", _straggler(late, ranks), late)
     if slowest_input.input_ms >= NOTABLE_SHARE * period_ms and slowest_input.input_ms >= exposed_ms:
         share = slowest_input.input_ms / period_ms
         sentence = (
-            f"input-bound: {share:.0%} of the time of rank {slowest_input.rank} {input_name} "
+            f"input-bound: {share:.0%} of the time of rank {slowest_input.rank} waits for the next batch "
             f"({slowest_input.input_ms:.1f} of {period_ms:.1f} ms a step); more workers of the DataLoader or lighter "
             "transforms shorten it, no option here does"
         )
@@ -148,7 +143,7 @@ def _is_straggler(late: Lateness, period_ms: float) -> bool:
     return late.num_last >= LAST_SHARE * late.num_launches and late.late_ms >= LATE_SHARE * period_ms
 
 
-def _straggler(late: Lateness, ranks: Sequence[RankTimes], input_name: str) -> str:
+def _straggler(late: Lateness, ranks: Sequence[RankTimes]) -> str:
     own = next(rank for rank in ranks if rank.rank == late.rank)
     others_ms = statistics.median(rank.input_ms for rank in ranks if rank.rank != late.rank)
     sentence = (
@@ -156,5 +151,7 @@ def _straggler(late: Lateness, ranks: Sequence[RankTimes], input_name: str) -> s
         f"{late.late_ms:.1f} ms of a step of {statistics.fmean(rank.period_ms for rank in ranks):.1f}"
     )
     if own.input_ms - others_ms > late.late_ms / 2:
-        return f"{sentence}; it {input_name} for {own.input_ms:.1f} ms a step, the others for {others_ms:.1f}"
+        return (
+            f"{sentence}; it waits for the next batch for {own.input_ms:.1f} ms a step, the others for {others_ms:.1f}"
+        )
     return f"{sentence}; the others wait for it: look at its device, its share of the machine, and its batches"

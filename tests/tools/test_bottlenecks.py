@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megastrategy._bottlenecks import RankTimes, lateness, verdict_of
+from megastrategy.tools.bottlenecks import RankTimes, lateness, verdict_of
 
 MS = 1_000_000
 
