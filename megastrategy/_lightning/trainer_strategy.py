@@ -315,7 +315,7 @@ class TrainerStrategy(_Base):
         if self._scalers_class is not None:
             plugin.scaler.__class__, self._scalers_class = self._scalers_class, None  # type: ignore[attr-defined]
         if isinstance(self.model, DistributedDataParallel):
-            self.model.close(give_back="used")  # a Trainer's own need no state on every rank
+            self.model.close()
             self.model = self.lightning_module
         with leave_in_place(self, self._mesh.shares_model):
             super().teardown()

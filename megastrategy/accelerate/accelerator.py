@@ -264,11 +264,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return args
 
     def end_training(self) -> None:
-        """Ends as accelerate's does. Prepared models are closed before, while their ranks are connected: user code that
-        has an optimizer of its own may go on with it."""
+        """Ends as accelerate's does. Prepared models are closed before, while their ranks are connected."""
         self._replicas.close()
         for model in PREPARED.open():
-            model.close(give_back="used")
+            model.close()
         super().end_training()
 
     def prepare_scheduler(self, scheduler: Any) -> Any:

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 from .buffers import inside_backward
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .engine import Engine, GiveBack, full_grad, grad_norms
+from .engine import Engine, full_grad, grad_norms
 from .errors import LossTokensError, raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
-from .module import GraphSplits, check_equal_weights, check_not_a_stage, check_not_inside_torch_ddp, common_device
+from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
 from .sync import Replicas, read_count, weigh
 from .torch_ddp_surface import config_with, ddp_attribute, logging_data, refuse_comm_hook
 
@@ -196,9 +196,6 @@ class DistributedDataParallel(nn.Module):
             check_not_inside_torch_ddp(self)
             if self.ddp_config.check_replicas_every_n_steps and self.require_backward_grad_sync:
                 self._check_replicas_if_due()
-            if engine.collectives.size > 1:
-                reduced_by_step = engine.layout.num_shards > 1 and not engine.layout.is_pooled and engine.has_optimizer
-                check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
             engine.reducer.before_forward()
             engine.check_params()
             for group in engine.model_parallel.groups:
@@ -373,20 +370,16 @@ class DistributedDataParallel(nn.Module):
         """Raises ClosedError after :meth:`close`, and in a copy."""
         _ = self.engine
 
-    def close(self, *, give_back: GiveBack = "all") -> None:
+    def close(self) -> None:
         """Leaves an ordinary module: parameters own their memory, hooks are gone, ``.grad`` is None.
         May be called twice.
 
-        Its optimizers become torch's own again, with all of their state on every rank; drop those that are not needed
-        before. Collective over the ranks of sharded ones; if an exception is being handled, or not all ranks come, this
-        happens when they are used next, on all ranks.
-
-        Args:
-            give_back: "used" postpones it for optimizers that no user code refers to; "later" for all of them.
+        Sends nothing. Its optimizers become torch's own again, with all of their state on every rank, when they are
+        used next: all ranks then use a sharded one together.
         """
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close(give_back)
+            engine.close()
 
 
 def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> None:

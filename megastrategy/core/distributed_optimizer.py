@@ -39,12 +39,11 @@ from .checkpoint import (
 from .collectives import CALL_ON_EVERY_RANK
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .engine import full_grad
-from .errors import OptimizerNotShardableError
+from .errors import DirectUseError, OptimizerNotShardableError
 from .events import profiler_range
 from .optimizer import (
     GuardedState,
     ShardedOptimizer,
-    StateOfCopy,
     as_listed,
     check_optimizer,
     forwarding_members,
@@ -55,6 +54,7 @@ from .optimizer import (
     num_zeros,
     owned_grads,
     param_norm,
+    refuse_copy,
     same,
     save_with_hooks,
     take_back,
@@ -129,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.register_state_dict_pre_hook(shard_set.refuse_direct_use),
                 optimizer.register_load_state_dict_pre_hook(shard_set.refuse_direct_use),
             ]
-            optimizer.__getstate__ = StateOfCopy(optimizer)  # type: ignore[method-assign]
+            optimizer.__getstate__ = refuse_copy  # type: ignore[method-assign]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -526,32 +526,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Returns a copy of the user's class; see optimizer_copies' [Note: copies and pickles of an optimizer]."""
         return copy.copy(self._impl.inner)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what the user's class does, with this object's :attr:`state`; :meth:`__setstate__` accepts it."""
-        kind: Any = type(self._impl.inner)
-        given: dict[str, Any] = dict(kind.__getstate__(self._impl.inner))  # the object's own is for copies
-        return given | {"state": self.state} if "state" in given else given
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Replaces state, groups or other attributes of the user's optimizer, as its class does.
-
-        Raises:
-            DirectUseError: for state of one of the model's Parameters if another tensor is stepped in its place.
-        """
-        impl: ShardedOptimizer | None = self.__dict__.get("_impl")
-        if impl is None:  # a framework's wrapper that inherits from this class; Fabric's has this object inside
-            inner = self.__dict__.get("_optimizer")
-            super().__setstate__(state) if inner is None else inner.__setstate__(state)
-            return
-        given = dict(state)
-        if "param_groups" in given:
-            self.param_groups = given["param_groups"]
-        if "state" in given:
-            self.state = given["state"]
-            given["state"] = impl.inner.state
-        # The class may convert the state of each tensor in the groups.
-        with impl.shard_set.groups_of_shards():
-            impl.inner.__setstate__(given)
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        """Raises DirectUseError: torch's would set attributes of this object, which its step does not read."""
+        raise DirectUseError(
+            f"__setstate__() of {type(self).__name__}: call load_state_dict() on all ranks, or assign "
+            "optimizer.state = collections.defaultdict(dict) to forget the state"
+        )
 
     def _patch_step_function(self) -> None:
         self._impl.inner._patch_step_function()

@@ -1,9 +1,7 @@
-"""A stage of torch's pipelining around ours: refused where gradients would be wrong, and the way out is torch DDP's."""
+"""A stage of torch's pipelining around ours trains as with torch DDP."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 from typing import Any
 
 import pytest
@@ -73,7 +71,7 @@ def with_torch_ddp(kind: str) -> list[Tensor]:
     return [param.detach().clone() for param in grid.module.parameters()]
 
 
-def the_way_out(kind: str, options: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
+def with_ours(kind: str, options: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
     """The weights, and how many buckets were reduced in each step."""
     grid = Grid()
     reductions: list[int] = []
@@ -96,91 +94,31 @@ def the_way_out(kind: str, options: dict[str, Any]) -> tuple[list[Tensor], list[
     return [param.detach().clone() for param in grid.module.parameters()], reductions
 
 
-def refusals() -> dict[str, str]:
-    """By what is not the way out. In pipelines of one stage, since the next one would wait for what it sends."""
-    from torch.distributed.pipelining import PipelineStage, schedules
-
-    grid = Grid()
-    alone = [torch.distributed.new_group([rank]) for rank in range(4)][torch.distributed.get_rank()]
-    found: dict[str, str] = {}
-
-    def attempt(name: str, kind: str = "Schedule1F1B", *, no_sync: bool, steps: bool, **options: Any) -> None:
-        model = DistributedDataParallel(grid.module, DistributedDataParallelConfig(**options), grid.data)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) if steps else None
-        stage: Any = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
-        several = [stage] if kind == "ScheduleInterleavedZeroBubble" else stage
-        schedule = getattr(schedules, kind)(several, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss)
-        inputs, target = batch(grid.column, 0)
-        error: BaseException | None = None
-        try:
-            with model.no_sync() if no_sync else contextlib.nullcontext():
-                schedule.step(inputs, target=target)
-        except (RuntimeError, ValueError) as raised:
-            error = raised
-        while error is not None and type(error) is not ValueError:  # the stage puts one of its own around it
-            error = error.__cause__ or error.__context__
-        found[name] = str(error)
-        del optimizer
-        model.close()
-
-    attempt("synchronised", no_sync=False, steps=True)
-    attempt("pooled", no_sync=True, steps=True, grad_buffer="pooled")
-    attempt("all-reduce", no_sync=True, steps=True, use_distributed_optimizer=False)
-    attempt("no optimizer that reduces", no_sync=True, steps=False)
-    attempt("split backwards", "ScheduleInterleavedZeroBubble", no_sync=True, steps=True)
-    attempt("none", no_sync=True, steps=True)
-    return found
-
-
 KINDS = ["ScheduleGPipe", "Schedule1F1B"]
+
+
 Trained = tuple[list[Tensor], dict[str, tuple[list[Tensor], list[int]]]]
 
 
-def everything() -> tuple[dict[str, Trained], dict[str, str]]:
-    trained = {
-        kind: (with_torch_ddp(kind), {mode: the_way_out(kind, options) for mode, options in MODES.items()})
+def train_all() -> dict[str, Trained]:
+    return {
+        kind: (with_torch_ddp(kind), {mode: with_ours(kind, options) for mode, options in MODES.items()})
         for kind in KINDS
     }
-    return trained, refusals()
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[tuple[dict[str, Trained], dict[str, str]]]:
+def outcomes() -> list[dict[str, Trained]]:
     """By rank. One start of processes for all, since what they import takes seconds."""
-    return run_processes(4, everything)
+    return run_processes(4, train_all)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_way_out_gives_the_weights_of_torch_ddp_and_reduces_once_a_step(outcomes: Any, kind: str) -> None:
+def test_stages_equal_torch_ddp(outcomes: Any, kind: str) -> None:
     """Except for the last bits, as both are of one process with the whole batch: the order of sums differs."""
-    for trained, _ in outcomes:
+    for trained in outcomes:
         expected, ours = trained[kind]
         for mode, (weights, reductions) in ours.items():
             assert reductions == [1] * NUM_STEPS, mode
             for mine, theirs in zip(weights, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=2e-7, msg=lambda text, m=mode: f"{m}: {text}")
-
-
-def test_what_would_be_wrong_is_refused_with_the_way_out(outcomes: Any) -> None:
-    for _, found in outcomes:
-        assert found["none"] == "None"
-        assert re.search("ScheduleInterleavedZeroBubble computes.*Schedule1F1B", found["split backwards"])
-        for name in ("synchronised", "pooled", "all-reduce", "no optimizer that reduces"):
-            text = found[name]
-            assert "stage of torch's pipelining" in text, name
-            assert "with model.no_sync():\n        schedule.step(...)\n    optimizer.step()" in text, name
-            assert "DistributedOptimizer" in text, name
-            assert 'grad_buffer="contiguous"' in text, name
-
-
-def test_a_forward_outside_of_a_stage_is_left_alone_when_pipelining_is_imported() -> None:
-    import torch.distributed.pipelining  # noqa: F401
-
-    from tests.support.ranks import run_ranks
-
-    def run(rank: int, group: Any) -> None:
-        model = DistributedDataParallel(stage_module(0), process_group=group)
-        model(batch(rank, 0)[0]).sum().backward()
-        assert model.full_grad(next(model.parameters())) is not None
-
-    run_ranks(2, run)

@@ -513,16 +513,6 @@ def save_state_to_a_file_and_load_it(site: Site) -> None:
     site.optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
-@row("after step", ignored_by_fabric=True)
-def reset_state_by_setstate(site: Site) -> None:
-    site.optimizer.__setstate__({"state": collections.defaultdict(dict)})
-
-
-@row("after step")
-def get_state_and_set_it(site: Site) -> None:
-    site.optimizer.__setstate__(site.optimizer.__getstate__())
-
-
 @row("after step", "before step")
 def read_groups(site: Site) -> None:
     groups = site.optimizer.param_groups

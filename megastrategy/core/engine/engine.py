@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -33,7 +33,7 @@ from ..collectives import (
     shard_collectives,
 )
 from ..config import DistributedDataParallelConfig
-from ..errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
+from ..errors import LayoutMismatchError, raise_closed
 from ..events import EventKind, Listener, emit
 from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
@@ -45,7 +45,6 @@ from ..module import (
     check_module,
     check_no_experts,
     close_other_engines,
-    collect_garbage,
     common_device,
     find_groups,
     ignored_names,
@@ -61,7 +60,6 @@ from .replica_state import ReplicaState, check_supported
 from .shard_holder import ShardHolder
 
 _MANY_GROUPS = 8
-GiveBack: TypeAlias = Literal["all", "used", "later"]
 
 
 class Engine:
@@ -182,7 +180,7 @@ class Engine:
             # Each group has threads and descriptors. Those of a dropped model in a cycle of references end when the
             # cycle is collected.
             if num_private_groups() >= _MANY_GROUPS:
-                collect_garbage()
+                gc.collect()
             group = private_group(process_group, self.device)
             own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
@@ -484,16 +482,14 @@ class Engine:
         if self.is_closed:
             raise_closed()
 
-    def close(self, give_back: GiveBack) -> None:
+    def close(self) -> None:
         """Restores a plain module: parameters own their memory, hooks are removed, ``.grad`` is None.
 
-        ``give_back``: which optimizers; see plain_optimizer's [Note: what close() does to an optimizer].
+        Optimizers are given back at their next use; see plain_optimizer's [Note: what close() does to an optimizer].
         """
         self.is_closed = True
         try:
             self.finish_param_gather()
-            if give_back != "later" and sys.exception() is None:
-                self._give_back(used=give_back == "used")
         finally:
             self.reducer.close()
             self.grad_buffers.close(keeps_grads=self.wrapper() is None)
@@ -504,29 +500,6 @@ class Engine:
             for group in self.model_parallel.groups:
                 group.detach()
             self.release_groups()
-
-    def _give_back(self, *, used: bool) -> None:
-        """Gives back the optimizers that exist on all ranks, if all ranks close this model.
-
-        With ``used`` only those to which user code of any rank refers, and none with state of main params, which a
-        later checkpoint saves exactly.
-        """
-        holders = [ref() for ref in self.shard_holders]
-        missing = [holder is None for holder in holders]
-        wanted = [
-            holder is not None and (not used or (holder.is_used_elsewhere and not holder.has_state_of_main_params))
-            for holder in holders
-        ]
-        if holders and self.layout.num_shards > 1:
-            try:
-                self.collectives.require_all_ranks("close() of a model with a sharded optimizer")
-            except NotOnAllRanksError:
-                return
-            agreed = list(map(bool, self.collectives.max_of_bytes([*missing, *wanted])))
-            missing, wanted = agreed[: len(holders)], agreed[len(holders) :]
-        for holder, is_missing, is_wanted in zip(holders, missing, wanted, strict=True):
-            if holder is not None and is_wanted and not is_missing:
-                holder.give_back()
 
     def release_groups(self) -> None:
         """Ends threads and, after :meth:`close`, the engine's own process groups, unless an optimizer needs them."""

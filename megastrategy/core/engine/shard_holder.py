@@ -26,14 +26,10 @@ class ShardHolder(ABC):
     Attributes:
         num_steps_begun: the number of steps that began to change weights.
         needs_ranks: whether this rank has only a part of some state, and other ranks have the rest.
-        is_used_elsewhere: whether user code refers to the optimizer itself.
-        has_state_of_main_params: whether there is fp32 state of 16-bit weights, which torch's optimizer would cast.
     """
 
     num_steps_begun = 0
     needs_ranks = False
-    is_used_elsewhere = False
-    has_state_of_main_params = False
 
     @abstractmethod
     def describe(self) -> Contents | None:
@@ -45,9 +41,6 @@ class ShardHolder(ABC):
     def num_kept(self) -> dict[int, int] | None:
         """Returns how many numbers are kept per element, by parameter; None if that is unknown before a first step."""
         return {}
-
-    def give_back(self) -> None:  # noqa: B027 - nothing to do where no state is kept
-        """Gathers the optimizer's full state on every rank, when the model is closed. Collective if it is sharded."""
 
     @abstractmethod
     def part(self, param: int, name: str) -> Tensor | None:

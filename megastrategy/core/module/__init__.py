@@ -4,7 +4,6 @@ from .equal_weights import check_equal_weights
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks, is_wrapped
 from .graph_splits import GraphSplits
-from .holders import collect_garbage, is_used_elsewhere
 from .local_parts import CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
 from .meta_modules import materialise, replace_meta
 from .model_parallel import (
@@ -26,7 +25,7 @@ from .module_checks import (
 )
 from .module_params import broadcast_params, ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
-from .nested_wrappers import check_not_a_stage, check_not_inside_torch_ddp
+from .nested_wrappers import check_not_inside_torch_ddp
 from .staged_module import StagedModule, find_groups, names_elsewhere
 from .wrapped_again import close_other_engines
 
@@ -50,17 +49,14 @@ __all__ = [
     "check_memory_is_own",
     "check_module",
     "check_no_experts",
-    "check_not_a_stage",
     "check_not_inside_torch_ddp",
     "close_other_engines",
-    "collect_garbage",
     "common_device",
     "cut_state",
     "dtensors_of",
     "empty_like_part",
     "find_groups",
     "ignored_names",
-    "is_used_elsewhere",
     "is_wrapped",
     "materialise",
     "named_buffers",

@@ -18,13 +18,10 @@ from .grad_hooks import reducers_of
 
 
 def close_other_engines(params: Iterable[Parameter]) -> None:
-    """Closes the engines that have any of these parameters.
-
-    Not collective, since each rank collects its garbage by itself: optimizers are given back at their next use.
-    """
+    """Closes the engines that have any of these parameters."""
     for param in params:
         for reducer in reducers_of(param):
             engine = reducer.backwards.engine()
             assert engine is not None, "it has the reducer"
             wrapper: Any = engine.wrapper()
-            (engine if wrapper is None else wrapper).close(give_back="later")
+            (engine if wrapper is None else wrapper).close()

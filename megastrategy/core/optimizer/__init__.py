@@ -7,7 +7,7 @@ from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
 from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
 from .optimizer_checks import check_optimizer, not_shardable
-from .optimizer_copies import StateOfCopy, same
+from .optimizer_copies import refuse_copy, same
 from .shard_set import ShardSet, gather_from
 from .sharded_optimizer import ShardedOptimizer
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
@@ -18,7 +18,6 @@ __all__ = [
     "GuardedState",
     "ShardSet",
     "ShardedOptimizer",
-    "StateOfCopy",
     "adapt_scaler",
     "as_listed",
     "check_optimizer",
@@ -33,6 +32,7 @@ __all__ = [
     "num_zeros",
     "owned_grads",
     "param_norm",
+    "refuse_copy",
     "same",
     "save_with_hooks",
     "take_back",

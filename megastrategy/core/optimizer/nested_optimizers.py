@@ -27,7 +27,7 @@ def take_back(optimizer: torch.optim.Optimizer) -> None:
     known = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), ShardSet)]
     for shard_set in known:
         if not shard_set.engine.is_in_use:
-            shard_set.engine.close("later")
+            shard_set.engine.close()
         if not shard_set.engine.is_closed:
             raise ValueError(
                 f"this {type(optimizer).__name__} is in a DistributedOptimizer already, whose model is in use: call "

@@ -1,10 +1,9 @@
 """Makes the user's optimizer a plain one again, after the model that it stepped was closed.
 
 [Note: what close() does to an optimizer]
-Closing a model gives its optimizers back: every rank has the full state, keyed by the model's Parameters, and no hook
-refuses calls. All ranks gather for it. The shards stay if not all ranks close the model, if an exception is being
-handled, or if a door knows that no user code has the optimizer. Then the state is gathered when the optimizer is used
-again: in ``step``, ``state_dict``, ``load_state_dict``, or in the DistributedOptimizer of another model.
+Closing a model leaves its optimizers' shards where they are, and sends nothing. The first use of an optimizer after
+that gives it back: ``step``, ``state_dict``, ``load_state_dict``, or the DistributedOptimizer of another model. Then
+every rank has the full state, keyed by the model's Parameters, and no hook refuses calls. All ranks gather for it.
 """
 
 from __future__ import annotations

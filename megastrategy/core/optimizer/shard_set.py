@@ -22,7 +22,6 @@ from ..collectives import Collectives
 from ..engine import Contents, Engine, PerElement, ShardHolder
 from ..errors import DirectUseError
 from ..layout import BufferLayout
-from ..module import collect_garbage, is_used_elsewhere
 from ..shards import (
     MAIN_PARAM,
     MAIN_PARAMS,
@@ -93,14 +92,6 @@ class ShardSet(ShardHolder):
     @property
     def needs_ranks(self) -> bool:  # type: ignore[override]
         return self.sharded
-
-    @property
-    def is_used_elsewhere(self) -> bool:  # type: ignore[override]
-        return is_used_elsewhere(self.inner)
-
-    @property
-    def has_state_of_main_params(self) -> bool:  # type: ignore[override]
-        return any(map(self.layout.has_separate_main, self.param_indices()))
 
     @property
     def layout(self) -> BufferLayout:
@@ -282,10 +273,8 @@ class ShardSet(ShardHolder):
         """
         if self._is_called_by_us or self.is_given_back:
             return
-        if not self.engine.is_closed:
-            collect_garbage()
-            if not self.engine.is_in_use:
-                self.engine.close("later")
+        if not self.engine.is_in_use:
+            self.engine.close()
         if self.engine.is_closed:
             self.give_back(keep_hooks=True)
         else:

@@ -164,7 +164,7 @@ def gathered() -> list[Tensor]:
         model(torch.full((4, 10), rank + 0.5).bfloat16()).square().sum().backward()
         optimizer.step()
         found = [*optimizer.state_dict()["state"].values(), optimizer.main_params()]
-        model.close(give_back="later")  # which would gather once more
+        model.close()
         return tensors(found)
 
     return run_ranks(2, run)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import os
@@ -174,23 +173,6 @@ def assert_as_under_ddp(request: pytest.FixtureRequest, door: str, mode: str, si
         except AssertionError as error:
             failed[code.name] = str(error)
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
-
-
-def reset_after_two_steps(options: dict[str, Any]) -> list[float]:
-    fabric = make_fabric("megatron_ddp", options)
-    net = Net()
-    model, optimizer = fabric.setup(net, make_optimizer(net))
-    for _ in range(2):
-        fabric.backward(model(torch.ones(4, 6)))
-        optimizer.step()
-    optimizer.__setstate__({"state": collections.defaultdict(dict)})
-    optimizer.step()
-    return [float(values["step"]) for values in optimizer.state_dict()["state"].values()]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_fabrics_optimizer_resets_the_one_that_it_has_inside(ranks: Ranks, mode: str) -> None:
-    assert set(ranks.run(reset_after_two_steps, MODES[mode])[0]) == {1.0}
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
