@@ -35,7 +35,6 @@ ROUNDED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "16 bits": MappingProxyType({"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
         "8 bits": MappingProxyType({"grad_wire_dtype": "int8", "param_wire_dtype": "int8"}),
-        "bf16 state": MappingProxyType({"optimizer_state_dtype": "bf16"}),
     }
 )
 _CONTEXT, _BATCH, _HELD_OUT_BYTES, _NUM_LAST = 128, 8, 2**16, 100

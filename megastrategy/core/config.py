@@ -71,20 +71,6 @@ class DistributedDataParallelConfig:
     Costs 4/d bytes a parameter for the rounding errors, and 2 or 1 for changes in flight. Weights of 16 bits are sent
     as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
-    optimizer_state_dtype: Literal["bf16"] | None = None
-    """The dtype in which an optimizer's per-element state is stored between steps. ``"bf16"``: 4/d bytes a parameter
-    for Adam's two numbers instead of 8/d. In a step the optimizer has fp32, a slice of the shards at a time, and its
-    new state is rounded at random, so that it is right on average; the same way in every run, resumed or not, on any
-    number of ranks. Checkpoints are fp32. The training is not torch DDP's to the bit. The state of parameters that are
-    stepped whole (Muon, LAMB) does not change. Needs ``use_distributed_optimizer``; of no effect on one rank."""
-
-    store_param_remainders: bool = False
-    """Store only the bits of bf16 weights' fp32 main params that the weights lack: 2 + 1/8 bytes an element instead of
-    4, so 1.875/d bytes a parameter less. Nothing is rounded: weights and main params equal those of full fp32 main
-    params to the bit. A weight that other code changes keeps the bits that it lacked, less than half a unit in its last
-    place. In a step the optimizer has fp32, a slice of the shards at a time. fp16 weights, and parameters that are
-    stepped whole (Muon, LAMB), keep fp32 main params. Needs ``use_distributed_optimizer``; of no effect on one rank."""
-
     offload_optimizer_states: bool = False
     """Keep an optimizer's per-element state in pinned host memory between steps: 8/d bytes a parameter less on the
     device for Adam, and the same training to the bit. In a step it is copied to the device a slice of the shards at a
@@ -210,13 +196,7 @@ CONTRADICTIONS = (
     ),
     Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
     Contradiction("param_wire_dtype", *_NO_SHARDS, _NO_OWNER),
-    Contradiction("optimizer_state_dtype", *_NO_SHARDS, _WHOLE_STATE),
     Contradiction("offload_optimizer_states", *_NO_SHARDS, _WHOLE_STATE),
-    Contradiction(
-        "store_param_remainders",
-        *_NO_SHARDS,
-        "every rank has whole fp32 main params then. Pass one of the two",
-    ),
     Contradiction(
         "static_graph",
         "find_unused_parameters",
@@ -233,8 +213,6 @@ SHARD_OPTIONS = (
     "grad_buffer",
     "grad_wire_dtype",
     "param_wire_dtype",
-    "optimizer_state_dtype",
-    "store_param_remainders",
     "offload_optimizer_states",
 )
 """The options without a meaning if an instance is one rank, which shards nothing."""
@@ -244,7 +222,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
     "grad_wire_dtype": (None, "bf16", "fp16", "int8"),
     "param_wire_dtype": (None, "bf16", "int8"),
-    "optimizer_state_dtype": (None, "bf16"),
 }
 """The values of fields that are no switches."""
 

@@ -207,7 +207,7 @@ def test_only_hooks_that_round_are_reported() -> None:
     assert "torch DDP's bf16_compress_wrapper became grad_wire_dtype='bf16'" in line
 
 
-@pytest.mark.parametrize("name", ["grad_wire_dtype", "param_wire_dtype", "optimizer_state_dtype"])
+@pytest.mark.parametrize("name", ["grad_wire_dtype", "param_wire_dtype"])
 def test_an_all_reduce_rounds_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='bf16' contradicts use_distributed_optimizer=False"):
         DistributedDataParallelConfig(**{name: "bf16", "use_distributed_optimizer": False})

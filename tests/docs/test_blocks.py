@@ -109,7 +109,7 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         "options refused",
         "events",
         "rounded",
-        "16 bits",
+        "on the host",
         "Fabric",
         "Accelerate",
         "a block of ours",

@@ -44,9 +44,7 @@ _PLAYED = [
 CODE_IN_A_STEP = [code.name for code in _PLAYED if code.place != "after step"]
 CODE_AFTER_A_STEP = [code.name for code in _PLAYED if code.place == "after step"]
 
-NOT_WITH_CODE = {"param_wire_dtype", "optimizer_state_dtype", "static_graph", "check_for_nan_in_grad"} | {
-    "find_unused_parameters"
-}
+NOT_WITH_CODE = {"param_wire_dtype", "static_graph", "check_for_nan_in_grad", "find_unused_parameters"}
 """Options under which the reference is not torch DDP, or used parameters may not change."""
 
 Used = Literal["always", "odd steps", "rank 0", "never"]
@@ -174,19 +172,9 @@ class Case:
         shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
         return shards and self.config.param_wire_dtype is not None
 
-    def has_narrow_state(self, ranks: int) -> bool:
-        """Whether the optimizer's state is kept in 16 bits: not where parameters are stepped whole."""
-        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
-        return shards and self.config.optimizer_state_dtype is not None and self.optimizer != "LambWithMoments"
-
-    def keeps_low_bits(self, ranks: int) -> bool:
-        """Whether of bf16 weights' main params is kept what the weights lack."""
-        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
-        return shards and self.config.store_param_remainders and self.optimizer != "LambWithMoments"
-
     @property
     def has_reference_in_ddp(self) -> bool:
-        return self.is_fp32 and self.config.param_wire_dtype is None and self.config.optimizer_state_dtype is None
+        return self.is_fp32 and self.config.param_wire_dtype is None
 
     @property
     def plays_code(self) -> bool:

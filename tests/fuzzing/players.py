@@ -24,7 +24,6 @@ from megastrategy.core.collectives import make_collectives
 from ..support import optimizers
 from ..support.directories import gather_objects
 from ..support.doubles import EVERYTHING, DelayingCollectives
-from ..support.narrow_reference import round_states, round_to_nearest
 from ..support.ranks import with_instances
 from ..support.user_code import ROWS, Site
 from .cases import (
@@ -365,18 +364,10 @@ class Emulation(Player):
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        self.round_loaded()
         for weight, main in zip(self.model.weights, self.mains, strict=True):
-            main.copy_(self.with_changes(weight, main))
+            main.copy_(torch.where(weight != main.to(weight.dtype), weight.float(), main))
             if id(weight) in self.remainders:
                 main.copy_(weight + self.remainders[id(weight)])
-
-    def with_changes(self, weight: Tensor, main: Tensor) -> Tensor:
-        """The values at the start of a step. A changed weight keeps its remainder, if the sum rounds to the weight."""
-        if self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16:
-            lacked = main.view(torch.int32) - main.bfloat16().float().view(torch.int32)
-            main = (weight.float().view(torch.int32) + lacked).view(torch.float32)
-        return torch.where(weight != main.to(weight.dtype), weight.float(), main)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -388,16 +379,6 @@ class Emulation(Player):
                 self.remainders[id(weight)] = main - weight
             else:
                 weight.copy_(main)
-        if self.case.has_narrow_state(self.ranks):
-            round_states(self.optimizer, {id(main): name for name, main in self.named_mains()})
-
-    @torch.no_grad()
-    def round_loaded(self) -> None:
-        """The state of what is trained is kept in 16 bits from the load on, or from when it is thawed."""
-        if self.case.has_narrow_state(self.ranks):
-            pairs = zip(self.model.weights, self.mains, strict=True)
-            trained = {id(main) for weight, main in pairs if weight.requires_grad}
-            round_to_nearest(self.optimizer, lambda main: id(main) in trained)
 
     def evaluate(self) -> None:
         self.before_forward()
@@ -421,18 +402,12 @@ class Emulation(Player):
 
     def main(self) -> dict[str, Tensor]:
         pairs = zip(self.named_weights(), self.mains, strict=True)
-        mains = {n: self.main_of(w.detach(), main) for (n, w), main in pairs if w.dtype != torch.float32}
+        mains = {n: main.detach().clone() for (n, w), main in pairs if w.dtype != torch.float32}
         remainders = {f"{name}{REMAINDER}": self.remainders.get(id(weight)) for name, weight in self.named_weights()}
         return mains | {name: left.detach().clone() for name, left in remainders.items() if left is not None}
 
-    def main_of(self, weight: Tensor, main: Tensor) -> Tensor:
-        """The saved values: a change of weights reaches main params in fp32 only in the next step."""
-        is_made = self.case.keeps_low_bits(self.ranks) and weight.dtype == torch.bfloat16
-        return self.with_changes(weight, main.detach()) if is_made else main.detach().clone()
-
     def load(self, saved: Saved) -> None:
         super().load(saved)
-        self.round_loaded()
         for name, main in self.named_mains():
             with torch.no_grad():
                 main.copy_(saved.main.get(name, saved.weights[name].float()))

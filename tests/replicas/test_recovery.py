@@ -68,14 +68,8 @@ FORMS = {
         ranks=2, dtype=torch.bfloat16, options={"use_distributed_optimizer": False, "bucket_size": 10_000}
     ),
     "main params": Case("momentum", ranks=2, dtype=torch.bfloat16),
-    "16-bit state": Case(ranks=2, options={"optimizer_state_dtype": "bf16"}),
     "state on the host": Case(ranks=2, options={"offload_optimizer_states": True}),
-    "low bits": Case(ranks=2, dtype=torch.bfloat16, options={"store_param_remainders": True}),
-    "everything narrow": Case(
-        ranks=2,
-        dtype=torch.bfloat16,
-        options={"store_param_remainders": True, "optimizer_state_dtype": "bf16", "offload_optimizer_states": True},
-    ),
+    "state on the host, main params": Case(ranks=2, dtype=torch.bfloat16, options={"offload_optimizer_states": True}),
     "changes of weights": Case(ranks=2, options={"param_wire_dtype": "bf16"}),
     "weights on the way": Case(ranks=2, options={"overlap_param_gather": "forward"}),
     "whole parameters": Case("muon", ranks=2),

@@ -54,10 +54,6 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return Momentum(params, lr=0.001, momentum=0.9, weight_decay=0.1)
 
 
-def plain_momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.001, momentum=0.9, weight_decay=0.1)
-
-
 class Ours:
     def __init__(
         self,

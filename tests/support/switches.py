@@ -30,8 +30,6 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "static_graph": [False, True],
     "grad_wire_dtype": [None, "bf16"],
     "param_wire_dtype": [None, "bf16"],
-    "optimizer_state_dtype": [None, "bf16"],
-    "store_param_remainders": [False, True],
     "offload_optimizer_states": [False, True],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {

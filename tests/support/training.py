@@ -19,7 +19,6 @@ from megastrategy.core.events import Listener
 
 from . import optimizers
 from .models import WholeGrads, awkward_model, images, whole_numbers
-from .narrow_reference import round_states
 from .ranks import run_ranks, with_instances
 
 Groups = list[dict[str, Any]]
@@ -145,19 +144,13 @@ class Training:
 
 
 @functools.cache
-def train_with_ddp(run: Run, size: int, *, narrow: bool = False, **options: bool) -> list[Outcome]:
-    """Trains under torch DDP; outcomes by rank. Cached: a reference is trained once for all comparisons with it.
-
-    ``narrow``: after each step the optimizer's state is rounded, as ``optimizer_state_dtype="bf16"`` says.
-    """
+def train_with_ddp(run: Run, size: int, **options: bool) -> list[Outcome]:
+    """Trains under torch DDP; outcomes by rank. Cached: a reference is trained once for all comparisons with it."""
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
         module = run.make_module()
         model = TorchDDP(module, process_group=group, find_unused_parameters=True, **options)
         optimizer = run.make_optimizer(model)
-        if narrow:
-            names = {id(param): name for name, param in module.named_parameters()}
-            optimizer.register_step_post_hook(lambda *_: round_states(optimizer, names))
         params = [param for group in optimizer.param_groups for param in group["params"]]
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, params, run.clip_norm or 0.0)
         training = Training(run, rank, module, model, optimizer, clip)

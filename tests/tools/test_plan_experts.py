@@ -34,7 +34,7 @@ RUNS: list[tuple[int, str, dict[str, Any]]] = [
     (4, "float32", {}),
     (2, "bfloat16", {}),
     (4, "bfloat16", {"grad_buffer": "pooled"}),
-    (2, "bfloat16", {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
+    (2, "bfloat16", {"offload_optimizer_states": True}),
     (2, "float32", {"use_distributed_optimizer": False}),
     (2, "float32", {"num_distributed_optimizer_instances": 2}),
     (2, "float32", {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),

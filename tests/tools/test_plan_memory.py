@@ -82,9 +82,8 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
         (torch.bfloat16, {"use_distributed_optimizer": False}),
         (torch.float32, {"grad_buffer": "pooled"}),
         (torch.bfloat16, {"grad_buffer": "pooled"}),
-        (torch.bfloat16, {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
         (torch.float32, {"offload_optimizer_states": True}),
-        (torch.bfloat16, {"offload_optimizer_states": True, "store_param_remainders": True}),
+        (torch.bfloat16, {"offload_optimizer_states": True}),
         (torch.bfloat16, {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
         (torch.float32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
         (torch.float32, {"num_distributed_optimizer_instances": 2}),
@@ -118,10 +117,9 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
     assert memory.grad_bytes == grads
 
 
-@pytest.mark.parametrize("options", [{"offload_optimizer_states": True}, {"store_param_remainders": True}], ids=str)
-def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> None:
-    """Not in one call with all of the rank's elements in fp32, as for a step with a hook."""
-    config = DistributedDataParallelConfig(bucket_size=5000, **options)
+def test_what_is_stepped_in_pieces_is_planned_so() -> None:
+    """Not in one call with all of the rank's elements on the device, as for a step with a hook."""
+    config = DistributedDataParallelConfig(bucket_size=5000, offload_optimizer_states=True)
     with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=256, CACHE_BLOCK_NUMEL=256):
         step = planned(2, config, torch.bfloat16)
     numel = sum(spec.numel for spec in step.models[0].layout.params) // 2

@@ -58,7 +58,6 @@ ENGINES = {
     "one-step-call-bf16": _in_bf16(overlap_param_gather=False),
     "pooled-bf16": _in_bf16(grad_buffer="pooled"),
     "offload-bf16": _in_bf16(offload_optimizer_states=True),
-    "narrow-bf16": _in_bf16(optimizer_state_dtype="bf16", store_param_remainders=True),
 }
 
 MODELS: dict[str, tuple[Size, int]] = {
@@ -72,7 +71,7 @@ _FAKE = f"one-of-{FAKE_SIZE}"
 _TURNS: dict[str, tuple[str, ...]] = {
     "autocast": ("ddp", "ours"),
     f"{_FAKE}.bf16": ("ddp-bf16", "ours-bf16", "gather-forward-bf16", "one-step-call-bf16"),
-    f"{_FAKE}.less-memory": ("ddp-bf16", "pooled-bf16", "offload-bf16", "narrow-bf16"),
+    f"{_FAKE}.less-memory": ("ddp-bf16", "pooled-bf16", "offload-bf16"),
     "bf16": ("ddp-bf16", "ours-bf16"),
     f"{_FAKE}.autocast": ("ddp", "ours"),
     f"{_FAKE}.fsdp2": ("ddp", "fsdp2"),

@@ -23,13 +23,11 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-gather-forward": ("bf16", {"overlap_param_gather": "forward"}),
     "bf16-pooled": ("bf16", {"grad_buffer": "pooled"}),
     "bf16-fp32-sums": ("bf16", {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
-    "bf16-in-16-bits": ("bf16", {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
     "offloaded": ("fp32", {"offload_optimizer_states": True}),
     "all-reduce": ("fp32", {"use_distributed_optimizer": False}),
 }
-_PIECE_NBYTES, _OFFLOADED_NBYTES = 36, 24
-"""Bytes an element of a piece, where state and main params are kept in 16 bits: 12, and 24 of random numbers; and where
-state is kept on the host: 8 of each of three pieces."""
+_OFFLOADED_NBYTES = 24
+"""Bytes an element of a slice, where state is kept on the host: 8 of each of three slices."""
 _ROUNDING = 512
 """Bytes to which torch's allocator rounds a tensor on a GPU."""
 
@@ -105,7 +103,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     partly_used = device.partly_used()
     largest = max(bucket.numel for bucket in layout.buckets) * 4
     num_tensors = 8 * len(layout.params)
-    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else _PIECE_NBYTES if layout.steps_in_slices else 0
+    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else 0
     pieces = of_piece * min(2**22, largest // 4 // layout.num_shards)
     on_device = table.total_bytes + (table.host_bytes if device.type == "cpu" else 0)  # where the host is the device
     model.close()

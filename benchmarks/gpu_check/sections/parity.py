@@ -97,7 +97,7 @@ def _fake_recipes() -> dict[str, Recipe]:
     }
     by_precision = {name: _recipe(how={**fused, **how}) for name, how in PRECISIONS.items()}
     # Not buckets that move, whose gradients come from other ranks' shards.
-    sharded = "gather-forward", "gather-after-step", "pooled", "pooled-bf16", "param-remainders", "offloaded"
+    sharded = "gather-forward", "gather-after-step", "pooled", "pooled-bf16", "offloaded"
     return {**by_optimizer, **by_precision, **{name: RECIPES[name] for name in sharded}}
 
 
@@ -149,12 +149,10 @@ RECIPES: dict[str, Recipe] = {
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
     "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16", param_wire_dtype="bf16"),
     "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", param_wire_dtype="bf16", grad_buffer="pooled"),
-    "param-remainders": _recipe(how={"dtype": "bf16", **_SGD}, store_param_remainders=True),
     "offloaded": _recipe(offload_optimizer_states=True),
-    "offloaded-bits-forward": _recipe(
+    "offloaded-bf16-forward": _recipe(
         how={"dtype": "bf16", **_SGD},
         offload_optimizer_states=True,
-        store_param_remainders=True,
         overlap_param_gather="forward",
     ),
     "wire-8-bits-forward": _recipe(
@@ -167,8 +165,7 @@ _BY_HAND = {
     "bf16-weights",
     "bf16-fp32-sums",
     "pooled-bf16",
-    "param-remainders",
-    "offloaded-bits-forward",
+    "offloaded-bf16-forward",
     "late-bucket",
     *(name for name in RECIPES if name.startswith("wire-")),
 }

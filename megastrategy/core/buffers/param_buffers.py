@@ -26,9 +26,9 @@ class ParamBuffers:
     The parameters' memory moves into ``flats`` (1-D, the layout of the gradients) when this is made; values, shapes and
     strides stay. Weights in a chunk share a storage there (recurrent_weights' [Note: weights in one chunk]), and every
     other parameter has a storage of its own. Where changes are sent instead of weights, ``changes`` is the memory for
-    them, of the same layout; everything in it is :data:`.wire.NO_CHANGE` except what is in flight. ``bitmaps`` belong
-    to this rank's shards, one after the other, where low_bits keeps some. :meth:`restore_params` gives parameters
-    memory of their own again, except those that other code has moved out of here (``module.double()``).
+    them, of the same layout; everything in it is :data:`.wire.NO_CHANGE` except what is in flight.
+    :meth:`restore_params` gives parameters memory of their own again, except those that other code has moved out of
+    here (``module.double()``).
 
     Args:
         memory: by buffer, to be used for a while instead of new memory; no changes are sent from there.
@@ -47,7 +47,6 @@ class ParamBuffers:
         self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
-        self.bitmaps: list[Tensor | None] = []
         self._addresses: list[int] = []  # of the parameters, by index
         self._copies: dict[int, Tensor] = {}  # by index, the flat buffer's copies of shared parameters
         self._chunks: dict[str, UntypedStorage] = {}
@@ -69,11 +68,6 @@ class ParamBuffers:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
                 fill_no_change_(changes)
             self.changes.append(changes)
-            bitmap = None
-            if buffer.keeps_low_bits and not self._memory:  # eight elements a byte
-                numel = buffer.shard_numel // 8
-                bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
-            self.bitmaps.append(bitmap)
         self._addresses += [0] * (len(self._parts) - first)
         for index in range(first, len(self._parts)):
             self._move_in(index)

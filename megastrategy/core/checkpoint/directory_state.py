@@ -93,7 +93,7 @@ def _tensors_to_write(
             for kind, value in values.items()
         }
         if index is not None and shard is not None and layout.has_separate_main(index):
-            main_params[saved_name(layout, index)] = _placed(shard.main_param(), shard, spec, cut)
+            main_params[saved_name(layout, index)] = _placed(shard.main, shard, spec, cut)
     return {name: values for name, values in state.items() if values}, main_params
 
 

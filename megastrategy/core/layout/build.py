@@ -132,10 +132,7 @@ def build_layout(
         sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Pooled gradients need separate sums even if the dtypes agree: no gradient buffer exists to store them in.
         has_separate_sums = pooled or sum_dtype != sent
-        in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
-        buffers.append(
-            Buffer(dtype, grad_dtype, numel, owners, sum_dtype, has_separate_sums, sent, weights_sent, in_bits)
-        )
+        buffers.append(Buffer(dtype, grad_dtype, numel, owners, sum_dtype, has_separate_sums, sent, weights_sent))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
@@ -143,7 +140,6 @@ def build_layout(
         buckets=buckets,
         domain=domain,
         piece_numel=round_up(size, alignment) if pooled else None,
-        state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
         offloads_state=config.offload_optimizer_states and num_shards > 1,
     )
 

@@ -144,7 +144,6 @@ class Buffer:
     own, to which each reduction adds; otherwise the sums replace the gradients in the buffer. Gradients are sent in
     ``grad_wire_dtype``, changes of weights in ``param_wire_dtype`` (None where weights themselves are sent); int8 means
     blocks (wire's [Note: int8 blocks]). ``sent_..._nbytes(n)`` is the size of n elements on the wire.
-    ``keeps_low_bits``: see low_bits' [Note: the low bits of main params].
     """
 
     dtype: torch.dtype
@@ -155,7 +154,6 @@ class Buffer:
     has_separate_sums: bool
     grad_wire_dtype: torch.dtype
     param_wire_dtype: torch.dtype | None
-    keeps_low_bits: bool = False
 
     @property
     def staging_dtype(self) -> torch.dtype:
@@ -187,9 +185,7 @@ class BufferLayout:
         domain: all data-parallel ranks, and the number of equal shards of a bucket.
         piece_numel: with pooled gradients the maximum number of elements of one collective; None
             where gradients have buffers.
-        state_dtype: the dtype in which fp32 per-element state of sharded parameters is stored between
-            steps; None for fp32.
-        offloads_state: whether that state is in host memory between steps.
+        offloads_state: whether per-element state of sharded parameters is in host memory between steps.
     """
 
     params: tuple[ParamSpec, ...]
@@ -198,7 +194,6 @@ class BufferLayout:
     buckets: tuple[Bucket, ...]
     domain: Domain
     piece_numel: int | None = None
-    state_dtype: torch.dtype | None = None
     offloads_state: bool = False
 
     def __post_init__(self) -> None:
@@ -257,12 +252,6 @@ class BufferLayout:
     def has_separate_main(self, param: int) -> bool:
         """Whether the optimizer steps different memory than the weights."""
         return self.params[param].has_main_param or self.sends_weight_changes(param)
-
-    @property
-    def steps_in_slices(self) -> bool:
-        """Whether main params or state are created for each step, slice by slice; see state_storage's note."""
-        keeps_bits = any(buffer.keeps_low_bits for buffer in self.buffers)
-        return self.state_dtype is not None or self.offloads_state or keeps_bits
 
     @property
     def main_dtype(self) -> torch.dtype:

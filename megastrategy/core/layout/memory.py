@@ -47,8 +47,8 @@ def memory_use(
 
     Args:
         dp_rank: ranks differ by padding and rounding, since shards are cut at bucket borders.
-        state_tensors: the numbers that optimizers keep per element (Adam: 2), in the dtype that they step unless the
-            plan has a different one; an int, or by parameter. Factored state (Adafactor's) is not counted.
+        state_tensors: the numbers that optimizers keep per element (Adam: 2), in the dtype that they step; an int, or
+            by parameter. Factored state (Adafactor's) is not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
         device: where training runs. Offloaded state of an accelerator is in pinned memory, whose allocations are
             rounded up; one per bucket and state tensor is counted, as if all parameters of a bucket were in one group.
@@ -74,21 +74,16 @@ def memory_use(
         if owner is not None:
             numel = spec.numel if owner == dp_rank % layout.num_shards else 0
         # State has the dtype that is stepped: fp32 for 16-bit weights, and never less than fp32 during the step.
-        main_itemsize = kept_itemsize = max(spec.dtype.itemsize, 4)
-        if layout.state_dtype is not None and owner is None and main_itemsize == 4:
-            kept_itemsize = layout.state_dtype.itemsize
+        itemsize = max(spec.dtype.itemsize, 4)
         # Main params count as state, with which they are sharded: 12/d for bf16 are these 4 bytes and Adam's 8.
         main_param_numel = numel if layout.has_separate_main(index) else 0
-        in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_low_bits
-        state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
+        state_bytes += itemsize * main_param_numel
         num_kept = _num_kept(state_tensors, index)
         if layout.offloads_state and owner is None:
             key = layout.slots[index].bucket, num_kept
-            on_host[key] = on_host.get(key, 0) + kept_itemsize * numel
+            on_host[key] = on_host.get(key, 0) + itemsize * numel
         else:
-            state_bytes += kept_itemsize * num_kept * numel
-    # The 17th bit of each element. Padding has one, too.
-    state_bytes += sum(b.shard_numel // 8 for b in layout.buffers if b.keeps_low_bits)
+            state_bytes += itemsize * num_kept * numel
     host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
@@ -193,10 +188,6 @@ def describe_setup(
 
 def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     lines = []
-    if any(buffer.keeps_low_bits for buffer in layout.buffers):
-        lines.append("  main params of bfloat16 weights are stored as the 17 bits per element that the weights lack")
-    if layout.state_dtype is not None:
-        lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
     if layout.offloads_state:
         lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
     return lines

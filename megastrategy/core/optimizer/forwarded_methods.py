@@ -143,11 +143,9 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
     apart = (shard for shard in own if shard_set.layout.has_separate_main(shard.param))
     mains = [(shard, shard.weights) for shard in apart if shard.weights is not None]
     if shard_set.states.storage is not None:  # on all ranks alike
-        # It may store weights in the state, as SPlus does, where they would be rounded.
         raise OptimizerNotShardableError(
-            f"{name} of {type(shard_set.inner).__name__} cannot be used: it works on main params or state, and "
-            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
-            "steps. Leave these options out"
+            f"{name} of {type(shard_set.inner).__name__} cannot be used: it works on state, and "
+            "offload_optimizer_states keeps that on the host between steps. Leave this option out"
         )
     with torch.no_grad():
         try:

@@ -64,9 +64,7 @@ class OptimizerState:
                 index: {name: _with_place(value, tensor) for name, value in state.get(tensor, {}).items()}
                 for index, tensor, _ in self._stepped()
             },
-            "main_params": {
-                index: shard.main_param().detach() for index, _, shard in self._stepped() if shard is not None
-            },
+            "main_params": {index: shard.main.detach() for index, _, shard in self._stepped() if shard is not None},
             "steps": (impl.shard_set.num_steps_begun, impl.num_steps_done),
             "reductions": dict(impl.reductions),
         }
@@ -78,7 +76,7 @@ class OptimizerState:
         impl.inner.state.clear()
         for index, tensor, shard in self._stepped():
             if shard is not None:
-                shard.set_main_param(state["main_params"][index])
+                shard.main.copy_(state["main_params"][index])
             if values := state["state"][index]:
                 found = impl.inner.state[tensor] = {}
                 for name, (value, is_beside) in values.items():

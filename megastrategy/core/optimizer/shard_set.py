@@ -231,7 +231,7 @@ class ShardSet(ShardHolder):
             if (owned := layout.owned_range(index, rank)) is not None:
                 self.grad_views[index] = grads.reduced(layout.slots[index].bucket, *owned)
         flat = [index for index in indices if index not in self.whole.indices]
-        self.shards |= cut_shards(flat, layout, rank, buffers.flats, buffers.bitmaps)
+        self.shards |= cut_shards(flat, layout, rank, buffers.flats)
         self.shards |= self.whole.make_shards(self.whole.indices.intersection(indices))
 
     # --- the user's optimizer, with shards in its groups -------------------------------------------------------------
@@ -403,7 +403,7 @@ class ShardSet(ShardHolder):
     def part(self, param: int, name: str) -> Tensor | None:
         shard = self.shards.get(param)
         if shard is None or name == MAIN_PARAM:
-            return shard.main_param() if shard is not None else None
+            return shard.main if shard is not None else None
         part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
         return part
 
@@ -421,7 +421,7 @@ class ShardSet(ShardHolder):
         self._add_shards(contents.keys() | self.whole.indices, buffers)
         for index, values in contents.items():
             if (main := values.pop(MAIN_PARAM, None)) is not None:
-                self.shards[index].set_main_param(main)
+                self.shards[index].main.copy_(main)
             if values:
                 state[self.shards[index].main] = values
         # An owner keeps its parameters in every layout, but the model reads different memory.

@@ -2,7 +2,7 @@
 
 Checkpoints, users and moves to another layout see the state of single shards. In a step neighbouring shards are one
 tensor, a run, and so is their state (flat_run's [Note: runs]). With a state storage the state is in neither form while
-it is stepped: see state_storage's [Note: narrow and offloaded state].
+it is stepped: see state_storage's [Note: offloaded state].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShardStates:
             One set, which grows.
         in_parts: True if one step may be several calls with some of the shards each, since the optimizer keeps nothing
             but tensors in its state.
-        storage: stores state or main params in 16 bits, or state on the host; None where no option asks for it.
+        storage: stores state on the host; None where no option asks for it.
         group_of: the number of each parameter's group, when the runs were built.
         times: how often each parameter was in its group then.
     """
@@ -49,25 +49,22 @@ class ShardStates:
         self.times = Counter[int]()
 
     def _storage(self) -> StateStorage | None:
-        layout = self._engine.layout
-        if not layout.steps_in_slices:
+        if not self._engine.layout.offloads_state:
             return None
         if (reason := self.why_not_in_slices()) is not None:
             raise OptimizerNotShardableError(reason)
         from ..shards.state_storage import StateStorage
 
         assert self.element_names is not None, "sharded"
-        dtype, offloads = layout.state_dtype, layout.offloads_state
-        return StateStorage(self._optimizer, dtype, self._engine.device, self.element_names, offloads=offloads)
+        return StateStorage(self._optimizer, self._engine.device, self.element_names)
 
     def why_not_in_slices(self) -> str | None:
         """Returns the reason why shards may not be stepped in slices; None if they may, or need not be."""
-        if not self._engine.layout.steps_in_slices or self.in_parts:
+        if not self._engine.layout.offloads_state or self.in_parts:
             return None
         return (
             f"{type(self._optimizer).__name__} keeps more than state of tensors (a count of its calls, say), and with "
-            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states it is called for one slice of "
-            "the shards after the other. Leave these options out"
+            "offload_optimizer_states it is called for one slice of the shards after the other. Leave this option out"
         )
 
     def learn(self, findings: Findings) -> str | None:
@@ -167,8 +164,6 @@ class ShardStates:
             joined.update(shard.param for shard in run.shards)
         single = (shard for index, shard in shards.items() if index not in joined)
         fragments += [Fragment((shard,), shard.numel, state.get(shard.main, {})) for shard in single]
-        if self.storage is not None:
-            fragments = [Fragment(f.shards, f.numel, self.storage.as_saved(f.state)) for f in fragments]
         return fragments
 
     # --- loaded state ------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ class ShardedOptimizer:
         places = [tensor.detach() for tensor in tensors]
         watching = sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
         try:
-            with self._widened(runs), self._main_params_loaded(runs):
+            with self._state_on_device(runs), self._main_params_loaded(runs):
                 for run in runs:
                     run.set_grad()
                     stepped[run.group] += run.tensors * run.times
@@ -384,11 +384,11 @@ class ShardedOptimizer:
             for tensor in tensors:
                 tensor.grad = None
 
-    def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
-        """Widens and fetches the state of slices while this is open, if a storage has it."""
+    def _state_on_device(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
+        """Fetches the state of slices while this is open, if a storage has it."""
         if (storage := self.shard_set.states.storage) is None:
             return contextlib.nullcontext()
-        return storage.widened(runs, self.shard_set.layout)
+        return storage.on_device(runs)
 
     @contextlib.contextmanager
     def _main_params_loaded(self, runs: Sequence[Steppable]) -> Iterator[None]:
@@ -402,7 +402,7 @@ class ShardedOptimizer:
             yield
             while begun:
                 run, weights = begun[-1]
-                end_step(run.main, weights, self._change_of(run), run.bits)
+                end_step(run.main, weights, self._change_of(run))
                 begun.pop()
         finally:
             # A failed step is lost where the weights did not get it: the next step begins with the weights.

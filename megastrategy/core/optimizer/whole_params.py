@@ -75,10 +75,6 @@ class WholeParam:
         return self.shard.keeps_remainder
 
     @property
-    def bits(self) -> None:
-        """None: main params of whole parameters are kept in fp32."""
-
-    @property
     def tensors(self) -> list[Tensor]:
         return [self.shard.main]
 

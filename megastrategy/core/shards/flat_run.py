@@ -23,18 +23,15 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers import slice_view
-from ..layout import PARAM_ALIGNMENT_NUMEL, Bucket, BufferLayout
+from ..layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from ..trials import equal, is_per_element
 from .param_shard import ParamShard
-
-if TYPE_CHECKING:  # imported only where the option is used
-    from .low_bits import LowBits
 
 CACHE_BLOCK_NUMEL = 2**17
 """Elements of a block. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
@@ -55,7 +52,6 @@ class FlatRun:
         grad: the reduced gradients, in the gradient dtype.
         names: the names of element-wise state: one set for all runs of an optimizer, which grows.
         keeps_remainder: see param_shard's [Note: remainders of sent changes].
-        bits: as in a shard; ``main`` is their ``low`` then, and the run is stepped in slices.
         times: how often its parameters are in their group: one that is listed twice is stepped twice.
     """
 
@@ -68,7 +64,6 @@ class FlatRun:
     grad: Tensor
     names: set[str]
     keeps_remainder: bool
-    bits: LowBits | None
     times: int
 
     def __post_init__(self) -> None:
@@ -215,12 +210,10 @@ def cut_shards(
     layout: BufferLayout,
     rank: int,
     flats: Sequence[Tensor],
-    bitmaps: Sequence[Tensor | None],
 ) -> dict[int, ParamShard]:
     """Makes this rank's shards of these parameters. The main params of neighbours share one allocation.
 
-    Parameters without elements on this rank are left out. ``flats`` and ``bitmaps`` are those of the param buffers; a
-    bitmap is None where main params are kept in fp32.
+    Parameters without elements on this rank are left out. ``flats``: those of the param buffers.
     """
     slots = layout.slots
     owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
@@ -239,33 +232,20 @@ def cut_shards(
     shards: dict[int, ParamShard] = {}
     for members in neighbours:
         buffer, base = slots[members[0]].buffer, 0
-        flat, bits = flats[buffer], None
+        flat = flats[buffer]
         # 16-bit weights: the shard is a view of an fp32 copy. Other shards are views of the param buffer.
         is_apart, keeps_remainder = layout.has_separate_main(members[0]), layout.sends_weight_changes(members[0])
         if is_apart:
             base = owned[members[0]][0]
             weights = flat[base : owned[members[-1]][1]]
-            if (bitmap := bitmaps[buffer]) is not None:
-                bits = _no_bits(weights, bitmap, base, layout.buckets[slots[members[0]].bucket], layout, rank)
-                flat = bits.low
-            else:
-                flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
+            flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
         for index in members:
             (start, end), slot = owned[index], slots[index]
             weights = slice_view(flats[buffer], start, (end - start,), (1,), end - start)
             main = slice_view(flat, start - base, (end - start,), (1,), end - start)
             place = start - slot.start, end - slot.start
-            own_bits = None if bits is None else bits.part(main, start - base)
-            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder, own_bits)
+            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder)
     return shards
-
-
-def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> LowBits:
-    """Returns the low bits of main params that equal their weights, which begin at element ``start`` of the buffer."""
-    from .low_bits import Bitmap, LowBits
-
-    first = bucket.start // bucket.domain.num_shards + start - layout.shard_range(bucket, rank)[0]
-    return LowBits(torch.zeros_like(weights, dtype=torch.int16), Bitmap(bitmap), first)
 
 
 def build_runs(
@@ -333,7 +313,6 @@ def build_runs(
                 reduced(slot.bucket, *span),
                 names,
                 first.keeps_remainder,
-                first.bits,
                 times[first.param],
             )
         )

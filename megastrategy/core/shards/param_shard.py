@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import devices
 from ..wire import publish_change_
-
-if TYPE_CHECKING:  # imported only where the option is used
-    from .low_bits import LowBits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +28,11 @@ class ParamShard:
         param: index in the layout.
         start, end: the range of the parameter, in elements of its memory order.
         main: the tensor that the optimizer updates: an fp32 main param for 16-bit weights and for weights that are sent
-            as changes, otherwise the weights themselves. Flat if the parameter is cut, otherwise of its shape. With
-            ``bits`` it is their ``low``, and the optimizer updates fp32 values that are joined for the step.
+            as changes, otherwise the weights themselves. Flat if the parameter is cut, otherwise of its shape.
         weights: the same range of the param buffer, of the shape of ``main``; None if every rank has all of the
             parameter, whose memory user code may replace at any time.
         flat, offset: if the parameter is cut: the 1-D tensor of the mains of neighbours, in which ``main`` begins here.
         keeps_remainder: see [Note: remainders of sent changes].
-        bits: the low bits of the main param, where only these are kept; see low_bits'
-            [Note: the low bits of main params].
     """
 
     param: int
@@ -50,36 +43,10 @@ class ParamShard:
     flat: Tensor | None = None
     offset: int = 0
     keeps_remainder: bool = False
-    bits: LowBits | None = None
 
     @property
     def numel(self) -> int:
         return self.end - self.start
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """The dtype that the optimizer updates."""
-        return self.main.dtype if self.bits is None else torch.float32
-
-    def main_param(self) -> Tensor:
-        """Returns ``main``; or the main param joined from weights and bits, in memory of its own."""
-        if self.bits is None:
-            return self.main
-        assert self.weights is not None, "sharded"
-        main = self.bits.join(self.weights)
-        take_outside_changes(main, self.weights, self.weights.dtype)
-        return main
-
-    def set_main_param(self, value: Tensor) -> None:
-        """Sets what :meth:`main_param` returned, here or on another rank.
-
-        With ``bits`` these are set for the rounding of ``value``, whatever the weights are: they may be loaded later.
-        """
-        if self.bits is None:
-            self.main.copy_(value)
-        else:
-            value = value.to(self.main.device, torch.float32)
-            self.bits.split_(value, value.to(torch.bfloat16))
 
     @property
     def is_cut(self) -> bool:
@@ -113,18 +80,15 @@ def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
         take_outside_changes(main, weights, weights.dtype)
 
 
-def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: LowBits | None) -> None:
+def end_step(main: Tensor, weights: Tensor, change: Tensor | None) -> None:
     """Writes the stepped main param into the weights: rounded to their dtype, or as a change that is sent.
 
     Args:
         main, weights: dense, of the same shape and strides.
         change: 1-D, as many elements in memory order, sent to other ranks afterwards; None where weights are sent.
-        bits: get the low bits of ``main``; None where main params are kept in fp32.
     """
     if change is None:
         weights.copy_(main)
-        if bits is not None:
-            bits.split_(main, weights)
     else:
         publish_change_(_flat(main), _flat(weights), change)
 

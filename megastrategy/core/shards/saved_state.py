@@ -41,10 +41,10 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         spec, name = layout.params[index], saved_name(layout, index)
         if layout.has_separate_main(index) and name in main_params:
             parts.append((shard, cut_value(main_params[name], spec, shard, "main_param", {"main_param"})))
-        elif shard.keeps_remainder or shard.bits is not None:  # they belong to weights that are gone
-            parts.append((shard, torch.zeros_like(shard.main, dtype=shard.main_dtype)))
+        elif shard.keeps_remainder:  # they belong to weights that are gone
+            parts.append((shard, torch.zeros_like(shard.main)))
     for shard, saved in parts:  # all of them fit, or one has raised above
-        shard.set_main_param(saved)
+        shard.main.copy_(saved)
 
 
 def pending_main_params(
@@ -90,7 +90,7 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
     if not spec.has_main_param:
         return values
     return {
-        key: value.to(shard.main_dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        key: value.to(shard.main.dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
         for key, value in values.items()
     }
 

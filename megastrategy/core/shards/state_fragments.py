@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,24 +91,7 @@ class Fragment(NamedTuple):
     @classmethod
     def of_main_param(cls, shard: ParamShard) -> Fragment:
         """Returns the fragment with the main param of one shard, under MAIN_PARAM."""
-        # Where it is kept as low bits it is joined when it is read, each time.
-        return cls((shard,), shard.numel, ConvertedOnRead({MAIN_PARAM: shard}, ParamShard.main_param))
-
-
-class ConvertedOnRead(Mapping[str, Any]):
-    """The values of a mapping, each converted when it is read, so that one at a time is in memory."""
-
-    def __init__(self, values: Mapping[str, Any], convert: Callable[[Any], Any]) -> None:
-        self._values, self._convert = values, convert
-
-    def __getitem__(self, name: str) -> Any:
-        return self._convert(self._values[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        return cls((shard,), shard.numel, {MAIN_PARAM: shard.main})
 
 
 @dataclasses.dataclass(frozen=True)

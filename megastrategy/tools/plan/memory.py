@@ -110,8 +110,6 @@ _OPTIONS: Sequence[tuple[str, dict[str, object], bool]] = (
     ('grad_buffer="pooled"', {"grad_buffer": "pooled"}, False),
     ("bf16 weights", {}, True),
     ('bf16 weights, grad_buffer="pooled"', {"grad_buffer": "pooled"}, True),
-    ("store_param_remainders=True", {"store_param_remainders": True}, False),
-    ('optimizer_state_dtype="bf16"', {"optimizer_state_dtype": "bf16"}, False),
     ("offload_optimizer_states=True", {"offload_optimizer_states": True}, False),
     ("grad_reduce_in_fp32=False", {"grad_reduce_in_fp32": False}, False),
     ("num_distributed_optimizer_instances=1", {"num_distributed_optimizer_instances": 1}, False),

@@ -311,12 +311,9 @@ class OneStep:
         state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
         state = [tensor for tensor in state if id(tensor) not in on_host]
         for model in self._models.values():
-            buffers = model.engine.param_buffers
-            bitmaps = [] if buffers is None else [bitmap for bitmap in buffers.bitmaps if bitmap is not None]
-            of_state = set(map(id, bitmaps))  # of main params, and beside the weights in memory alone
-            weights += [*model.module.parameters(), *(held for held in _held(buffers) if id(held) not in of_state)]
+            weights += [*model.module.parameters(), *_held(model.engine.param_buffers)]
             # Main params of an optimizer that has made no step are there, too, and not yet in its groups.
-            state += [*bitmaps, *_mains(model.engine).values()]
+            state += _mains(model.engine).values()
         return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
 
     def _kept_on_host(self) -> Iterator[Tensor]:

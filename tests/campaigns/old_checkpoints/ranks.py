@@ -47,7 +47,6 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
 
 
 BF16 = torch.bfloat16
-REMAINDERS, STATE = {"store_param_remainders": True}, {"optimizer_state_dtype": "bf16"}
 
 KINDS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "Adam": (adamw, torch.float32, {}),
@@ -57,10 +56,6 @@ KINDS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "Adam, bf16": (adamw, BF16, {}),
     "SGD, bf16": (sgd, BF16, {}),
     "Adam, bf16, all-reduce": (adamw, BF16, {"use_distributed_optimizer": False}),
-    "Adam, bf16, remainders": (adamw, BF16, REMAINDERS),
-    "SGD, bf16, remainders": (sgd, BF16, REMAINDERS),
-    "Adam, 16-bit state": (adamw, torch.float32, STATE),
-    "Adam, bf16, remainders, 16-bit state": (adamw, BF16, REMAINDERS | STATE),
     "Adam, state offloaded": (adamw, torch.float32, {"offload_optimizer_states": True}),
     "Adafactor": (adafactor, torch.float32, {}),
     "Adafactor, bf16": (adafactor, BF16, {}),
@@ -72,12 +67,8 @@ WRITERS = {2: [("plain", 1), ("tensor", 2), ("pipeline", 2)], 4: [("tensor", 2),
 
 
 def kinds_of(family: str, dp_size: int) -> list[str]:
-    """Adafactor needs whole parameters, and tensor ranks have parts; one data-parallel rank keeps state in fp32."""
-    return [
-        name
-        for name in KINDS
-        if (family != "tensor" or not name.startswith("Adafactor")) and (dp_size > 1 or "16-bit state" not in name)
-    ]
+    """Adafactor needs whole parameters, and tensor ranks have parts."""
+    return [name for name in KINDS if family != "tensor" or not name.startswith("Adafactor")]
 
 
 class Block(nn.Module):

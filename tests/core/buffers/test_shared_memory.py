@@ -93,7 +93,7 @@ def test_readers_see_every_step(size: int, options: dict[str, Any], share_at: in
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"store_param_remainders": True}, {"param_wire_dtype": "bf16"}, {"overlap_param_gather": "forward"}],
+    [{}, {"param_wire_dtype": "bf16"}, {"overlap_param_gather": "forward"}],
     ids=str,
 )
 def test_weights_of_16_bits_are_read_as_they_are_trained(options: dict[str, Any]) -> None:

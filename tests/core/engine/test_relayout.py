@@ -41,8 +41,6 @@ def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> Buff
         reduce_scatter_with_fp32_accumulation=model.config.reduce_scatter_with_fp32_accumulation,
         grad_wire_dtype=model.config.grad_wire_dtype,
         param_wire_dtype=model.config.param_wire_dtype,
-        optimizer_state_dtype=model.config.optimizer_state_dtype,
-        store_param_remainders=model.config.store_param_remainders,
         offload_optimizer_states=model.config.offload_optimizer_states,
     )
     return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.engine.params)))
@@ -118,10 +116,10 @@ F32, BF16 = torch.float32, torch.bfloat16
         (groups, BF16, {"overlap_param_gather": "forward"}),
         (groups, BF16, SUMS),
         (adamw, F32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
-        (momentum, BF16, {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
+        (momentum, BF16, {"offload_optimizer_states": True}),
         (adamw, BF16, {"use_distributed_optimizer": False}),
     ],
-    ids=["amsgrad", "momentum, gathers under way", "main params", "fp32 sums", "rounded", "16 bits", "all-reduce"],
+    ids=["amsgrad", "momentum, gathers under way", "main params", "fp32 sums", "rounded", "on the host", "all-reduce"],
 )
 def test_training_does_not_notice_when_it_was(
     make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any]

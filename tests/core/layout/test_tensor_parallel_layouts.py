@@ -86,7 +86,7 @@ def wired(
     )
 
 
-KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "offload_optimizer_states": True}
+KEPT = {"offload_optimizer_states": True}
 SHORT = [
     wired("reduce-scatter", WIRES[0], steps=2),
     wired("reduce-scatter", KEPT, torch.bfloat16, steps=2),
@@ -101,7 +101,7 @@ EVERY = [
 ] + [
     wired(mode, wire, dtype)
     for mode in ("reduce-scatter", "pooled", "forward")
-    for wire, dtype in (({"optimizer_state_dtype": "bf16"}, torch.float32), (KEPT, torch.bfloat16))
+    for wire, dtype in ((KEPT, torch.float32), (KEPT, torch.bfloat16))
 ]
 
 

@@ -71,9 +71,7 @@ ROUNDED = {
         dtype=torch.bfloat16,
         options=(("grad_reduce_in_fp32", False), ("reduce_scatter_with_fp32_accumulation", True)),
     ),
-    "state in bf16": Case(2, optimizer="adamw", options=(("optimizer_state_dtype", "bf16"),)),
     "bf16 weights": Case(2, dtype=torch.bfloat16),
-    "bf16 weights, remainders": Case(2, dtype=torch.bfloat16, options=(("store_param_remainders", True),)),
 }
 
 

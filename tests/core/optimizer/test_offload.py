@@ -1,7 +1,6 @@
 """``offload_optimizer_states``: the optimizer's state is in the host's memory between steps, and changes no bit.
 
-That it is the same training, in files, on other ranks and in every pair of switches, is in test_narrow_state.py and
-test_every_pair_of_switches.py; the order of copies in tests/core/shards/test_offload.py.
+The order of copies is in tests/core/shards/test_offload.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.engine.shard_holder import Contents
-from megastrategy.core.errors import CollectiveError
+from megastrategy.core.errors import CollectiveError, OptimizerNotShardableError
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import describe_setup, memory_use
@@ -30,15 +29,14 @@ from megastrategy.core.shards import offload, state_storage
 from megastrategy.core.shards.saved_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
-from tests.support.given import Given, Ours, adam, assert_same_file, trained
+from tests.support.given import Given, Ours, adam, assert_same_file, momentum, trained
 from tests.support.lazy_device import LazyDevice
 from tests.support.notes import Notes
+from tests.support.optimizers import Buffered, CountsCalls
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
 
 ON_HOST = {"offload_optimizer_states": True}
-NARROW = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
-WAYS = [ON_HOST, {**ON_HOST, **NARROW}]
 PIECES = {"_AT_ONCE_NUMEL": 64, "CACHE_BLOCK_NUMEL": 48}
 
 
@@ -46,8 +44,7 @@ def kept(ours: Ours) -> list[Tensor]:
     return [v for values in ours.optimizer.state.values() for v in values.values() if v.dim() > 0]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_path: Path) -> None:
+def test_state_is_on_the_host_whatever_happens_to_it(tmp_path: Path) -> None:
     """And meets nothing there that is on the device, but in copies."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -59,7 +56,7 @@ def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_pa
                 is_there = memories.is_pinned if what.startswith("stepped") else memories.is_on_host
                 assert all(map(is_there, tensors)), what
 
-            ours = Ours(group, adam, torch.bfloat16, **way)
+            ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
             ours.train(range(2))
             check("stepped")
             file = ours.file()
@@ -254,16 +251,14 @@ def test_what_an_accelerator_would_refuse_is_seen() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_copies_may_be_late_or_early(way: dict[str, Any], early: bool) -> None:
-    without = {name: value for name, value in way.items() if name not in ON_HOST}
-    plain = trained(2, adam, torch.bfloat16, range(4), **without)
+def test_copies_may_be_late_or_early(early: bool) -> None:
+    plain = trained(2, adam, torch.bfloat16, range(4))
 
     def on_streams(device: torch.device) -> offload.Offload:
         return offload.Offload(device, LazyDevice(early=early))
 
     with mock.patch.multiple(state_storage, Offload=on_streams, **PIECES):
-        assert_same_file(trained(2, adam, torch.bfloat16, range(4), **way), plain)
+        assert_same_file(trained(2, adam, torch.bfloat16, range(4), **ON_HOST), plain)
 
 
 def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +342,7 @@ def test_a_step_waits_for_the_device_once_and_in_bounded_time() -> None:
         run_ranks(2, run)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on(way: dict[str, Any]) -> None:
+def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         calls, luck = Notes(), {"fails at": 10**9}
 
@@ -360,7 +354,7 @@ def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on
                 return super().step(closure)
 
         with TwoMemories() as memories:
-            ours = Ours(group, Fails, torch.bfloat16, **way)
+            ours = Ours(group, Fails, torch.bfloat16, **ON_HOST)
             ours.train(range(2))
             file = ours.file()
             luck["fails at"] = len(calls) + 3
@@ -373,6 +367,67 @@ def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on
             assert_same_file(ours.file(), expected)
             ours.model.close()
 
-    expected = trained(2, torch.optim.AdamW, torch.bfloat16, range(4), **way)
+    expected = trained(2, torch.optim.AdamW, torch.bfloat16, range(4), **ON_HOST)
     with told_apart(), mock.patch.multiple(state_storage, **PIECES):
         run_ranks(2, run)
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_are_those_of_a_run_without(dtype: torch.dtype, make: Any) -> None:
+    """And each goes on from the other, on other ranks."""
+    half = trained(2, make, dtype, range(3))
+    assert_same_file(trained(2, make, dtype, range(3), **ON_HOST), half)
+    whole = trained(3, make, dtype, range(3, 5), half)
+    assert_same_file(trained(3, make, dtype, range(3, 5), half, **ON_HOST, overlap_param_gather=False), whole)
+
+
+@pytest.mark.parametrize(("at_once", "block"), [(64, 48), pytest.param(1, 1, marks=pytest.mark.long), (100, 100)])
+def test_slices_change_no_bit(at_once: int, block: int) -> None:
+    plain = trained(2, adam, torch.bfloat16, range(4))
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=at_once, CACHE_BLOCK_NUMEL=block):
+        assert_same_file(trained(2, adam, torch.bfloat16, range(4), **ON_HOST), plain)
+
+
+def test_step_hooks_see_all_parameters() -> None:
+    def run(rank: int, group: ProcessGroup) -> Any:
+        seen = list[int]()
+        ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
+        ours.optimizer.register_step_post_hook(lambda inner, *_: seen.append(len(inner.param_groups[0]["params"])))
+        ours.train(range(4))
+        assert seen == [4] * 4
+        file = ours.file()
+        ours.model.close()
+        return file
+
+    assert_same_file(run_ranks(2, run)[0], trained(2, adam, torch.bfloat16, range(4)))
+
+
+def test_fused_kernels_on_the_host_get_whole_shards() -> None:
+    """They round the last few elements of a tensor differently."""
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.02, fused=True)
+
+    plain = trained(2, fused, torch.bfloat16, range(4))
+    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=64, CACHE_BLOCK_NUMEL=13):
+        assert_same_file(trained(2, fused, torch.bfloat16, range(4), **ON_HOST), plain)
+
+
+def test_optimizers_that_count_calls_are_refused() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with pytest.raises(OptimizerNotShardableError, match=r"CountsCalls keeps more .* Leave this option out"):
+            Ours(group, CountsCalls, torch.bfloat16, **ON_HOST)
+
+    run_ranks(2, run)
+
+
+def test_methods_that_work_on_elements_are_refused() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, Buffered, torch.float32, **ON_HOST)
+        ours.train(range(2))
+        with pytest.raises(OptimizerNotShardableError, match=r"eval.. of Buffered .* on the host between steps"):
+            ours.optimizer.eval()
+        ours.model.close()
+
+    run_ranks(2, run)

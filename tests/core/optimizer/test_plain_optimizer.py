@@ -171,7 +171,7 @@ def test_state_of_parameters_with_owners_comes_back(program: Program) -> None:
     assert_as_under_torch_ddp(program, 2, {"bucket_size": 100}, adafactor)
 
 
-@pytest.mark.parametrize("options", [*COMMON.values(), {"optimizer_state_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [*COMMON.values(), {"offload_optimizer_states": True}], ids=str)
 def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: dict[str, Any]) -> None:
     """Main params end with the wrapper. A checkpoint that is saved afterwards has them."""
 

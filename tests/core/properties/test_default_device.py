@@ -44,7 +44,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     "options",
     [
         {},
-        {"offload_optimizer_states": True, "optimizer_state_dtype": "bf16"},
+        {"offload_optimizer_states": True},
         {"grad_buffer": "pooled", "overlap_param_gather": "forward"},
         {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"},
         {"use_distributed_optimizer": False},

@@ -98,8 +98,7 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
     }
-    of_shards = "optimizer_state_dtype", "store_param_remainders", "offload_optimizer_states"
-    for name in ("grad_wire_dtype", "param_wire_dtype", *of_shards):
+    for name in ("grad_wire_dtype", "param_wire_dtype", "offload_optimizer_states"):
         for other in ("use_distributed_optimizer", "use_contiguous_buffers"):
             refused.add((name, SWITCHES[name][1], other, False))
     assert apart == refused
@@ -266,12 +265,10 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
 
     With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding. Where
     changes of weights are sent, it is weights and remainder together, except for the rounding of that sum in each step.
-    State that is kept in 16 bits is torch DDP's, rounded after each step in the same way.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32, **changes)
     options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
-    narrow = row.config.optimizer_state_dtype is not None and not changes  # not of whole parameters
-    reference = train_with_ddp(run, row.num_ranks, narrow=narrow, **options)
+    reference = train_with_ddp(run, row.num_ranks, **options)
     if row.sends_changes:
         assert_torch_ddps_with_remainders(row, ours, reference)
         return

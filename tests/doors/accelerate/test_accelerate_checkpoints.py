@@ -205,16 +205,6 @@ def test_remainders_of_weights_that_are_sent_rounded_resume_to_the_bit(
     assert (tmp_path / "saved" / MAIN_PARAMS_FILE).exists() == (kind == "full")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    plugin = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
-    whole = worlds.run(train_from, "megatron_ddp", plugin, save=tmp_path / "saved", dtype=torch.bfloat16)
-    again = worlds.run(train_from, "megatron_ddp", plugin, load=tmp_path / "saved", dtype=torch.bfloat16)
-    for run, resumed in zip(whole, again, strict=True):
-        rest(run, resumed)
-
-
 def test_a_directory_is_loaded_whatever_is_to_be_saved(worlds: Worlds, tmp_path: Path) -> None:
     """And resumes to the bit, also without the sharded optimizer."""
     folder = tmp_path / "saved"

@@ -95,15 +95,6 @@ def test_a_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tm
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    options = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
-    path = str(tmp_path / "checkpoint")
-    whole = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", save=path)
-    assert_resumed(ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=path), whole)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """With what was left out of their changes, under the same key, and names of its own."""
     options = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}

@@ -236,22 +236,5 @@ def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, tmp_path:
             torch.testing.assert_close(without[0].weights[name], value, rtol=0.05, atol=0.01)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """A file has it in fp32, as without."""
-    narrow = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
-    options = {"strategy_options": narrow, "precision": "bf16-true"}
-    whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), small_steps, every=BATCHES_PER_EPOCH, **options)
-    resumed = ranks.run(resume, "megatron_ddp", str(tmp_path / "step=7.ckpt"), small_steps, **options)
-    for mine, expected in zip(resumed, whole, strict=True):
-        assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
-        assert_same_tensors(mine.weights, expected.weights)
-    if kind == "full":
-        saved = torch.load(tmp_path / "step=7.ckpt", weights_only=True)
-        kept = [value for values in saved["optimizer_states"][0]["state"].values() for value in values.values()]
-        assert {value.dtype for value in (*kept, *saved[MAIN_PARAMS_KEY][0].values())} == {torch.float32}
-
-
 def small_steps(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0)

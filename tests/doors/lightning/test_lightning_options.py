@@ -26,7 +26,6 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
         "check_replicas_every_n_steps": 500,
         "grad_wire_dtype": "fp16",
         "param_wire_dtype": "bf16",
-        "optimizer_state_dtype": "bf16",
     }
     value = others.get(name, not default)
     needed = {
