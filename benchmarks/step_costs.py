@@ -3,9 +3,9 @@
     python -m benchmarks.step_costs [--engines ours ddp]
 
 Both counts are exact under any load. This process is rank 0 of 8 over torch's fake backend, which sends nothing, and
-the engine arranges its work as on an accelerator. Operators are counted in a GPT of 148 parameters in 8 buckets. Bytecodes
-are counted with clipping, in a model of the same parameters whose forward and backward run in C. Two further models
-(148 parameters in 37 buckets, 580 in 37) show how bytecodes grow with parameters and with buckets.
+the engine arranges its work as on an accelerator. Operators are counted in a GPT of 148 parameters in 8 buckets.
+Bytecodes are counted with clipping, in a model of the same parameters whose forward and backward run in C. Two further
+models (148 parameters in 37 buckets, 580 in 37) show how bytecodes grow with parameters and with buckets.
 """
 
 import argparse
