@@ -165,11 +165,6 @@ def to_the_device_that_it_is_on(site: Site) -> None:
 
 
 @row("after step")
-def share_memory(site: Site) -> None:
-    site.module.share_memory()
-
-
-@row("after step")
 def apply_a_function_that_copies(site: Site) -> None:
     """As a user's own move does."""
     site.optimizer.zero_grad()
@@ -561,12 +556,6 @@ def step_with_a_closure(site: Site) -> None:
         return loss
 
     site.optimizer.step(closure)
-
-
-@row("after step", "before step")
-def copy_the_optimizer(site: Site) -> None:
-    copy.deepcopy(site.optimizer)
-    repr(site.optimizer)
 
 
 @row("after step")

@@ -1,10 +1,4 @@
-"""Contiguous memory for parameters. The only file that assigns ``param.data``.
-
-[Note: parameters in shared memory]
-After ``module.share_memory()``, or after the module was passed to a process, other processes read the parameters at
-their addresses. Such a parameter keeps its memory: the flat buffer has a copy of it, which is stepped and gathered. A
-step begins with the values in shared memory, and each bucket's new weights are copied there when its gather has ended.
-"""
+"""Contiguous memory for parameters. The only file that assigns ``param.data``."""
 
 from __future__ import annotations
 
@@ -14,8 +8,9 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
+from ..errors import ParameterChangedError
 from ..layout import BufferLayout, ChunkPlace, contiguous_stride
-from ..module import LocalParts
+from ..module import NOT_IN_BUFFER, LocalParts, is_in_shared_memory
 from ..wire import fill_no_change_, wire_numel, wire_part
 from .grad_buffers import check_unchanged, slice_storage, slice_view
 
@@ -48,7 +43,6 @@ class ParamBuffers:
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
         self._addresses: list[int] = []  # of the parameters, by index
-        self._copies: dict[int, Tensor] = {}  # by index, the flat buffer's copies of shared parameters
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
 
@@ -98,22 +92,24 @@ class ParamBuffers:
                 fill_no_change_(changes)
 
     def recapture(self) -> None:
-        """Moves back in the parameters that other code has re-pointed (``p.data = x``), with their present values, and
-        copies those in shared memory.
+        """Moves back in the parameters that other code has re-pointed (``p.data = x``), with their present values.
 
         Raises:
             ParameterChangedError: if one of them has a different dtype, shape or device than when
-                the model was wrapped.
+                the model was wrapped, or is in shared memory.
         """
         self._local_parts.refresh(self._parts, self.params)
         moved: list[int] = []
         for index, part in enumerate(self._parts):
             # Compared, since p.data = x leaves no other trace. Empty tensors have no address.
             if part.data_ptr() != self._addresses[index] and part.numel() > 0:
-                check_unchanged(part, self.layout.params[index])
+                spec = self.layout.params[index]
+                check_unchanged(part, spec)
+                if is_in_shared_memory(part):
+                    raise ParameterChangedError(
+                        f"parameter {spec.name!r} was moved into shared memory, {NOT_IN_BUFFER}"
+                    )
                 moved.append(index)
-            elif index in self._copies:
-                self._copies[index].copy_(part.detach())
         # Hazard: after a.data, b.data = b.data, a.data each has its value in the other's place, and the first that
         # moves back would overwrite the second's. So values that are in the buffers are copied before any moves.
         for index in moved:
@@ -121,17 +117,6 @@ class ParamBuffers:
                 self._parts[index].data = self._parts[index].detach().clone(memory_format=torch.preserve_format)
         for index in moved:
             self._move_in(index)
-
-    @property
-    def has_shared_params(self) -> bool:
-        """Whether other processes may read parameters; see [Note: parameters in shared memory]."""
-        return bool(self._copies)
-
-    def copy_to_shared_params(self, bucket: int) -> None:
-        """Copies the bucket's weights, when all have been gathered, to the parameters in shared memory."""
-        if self._copies:
-            for index in self._copies.keys() & self.layout.buckets[bucket].params:
-                self._parts[index].data.copy_(self._copies[index])  # `.data`: as unseen by autograd as a gather
 
     def restore_params(self) -> None:
         """Gives every parameter in the buffers memory of its own, with the present values and strides."""
@@ -144,7 +129,8 @@ class ParamBuffers:
                     part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
                 else:
                     part.data = part.detach().clone(memory_format=torch.preserve_format)
-        self.flats, self._chunks, self._copies = [], {}, {}
+        self.flats = []
+        self._chunks = {}
 
     def _is_inside(self, part: Tensor) -> bool:
         """Whether the memory of a parameter is in the buffers: not if user code has moved it out
@@ -154,11 +140,7 @@ class ParamBuffers:
     def _move_in(self, index: int) -> None:
         part, view = self._parts[index], self._view(index)
         view.copy_(part.detach())
-        self._copies.pop(index, None)
-        if _is_shared(part):
-            self._copies[index] = view
-        else:
-            part.data = view
+        part.data = view
         self._addresses[index] = part.data_ptr()
 
     def _view(self, index: int) -> Tensor:
@@ -168,15 +150,9 @@ class ParamBuffers:
         if (chunk := spec.chunk) is None:
             return slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
         start, known = slot.start - chunk.start, self._chunks.get(chunk.name)
-        # Compared: share_memory() gives the storage itself other memory.
-        if known is None or known.data_ptr() != flat.data_ptr() + start * flat.element_size():
+        if known is None:
             known = self._chunks[chunk.name] = slice_storage(flat, start, chunk.numel)
         return _in_chunk(flat, known, chunk, spec.shape)
-
-
-def _is_shared(part: Tensor) -> bool:
-    # torch says of all memory of a device that it is shared.
-    return part.device.type == "cpu" and part.untyped_storage().is_shared()
 
 
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:

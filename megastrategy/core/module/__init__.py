@@ -13,6 +13,7 @@ from .model_parallel import (
     NamedOptimizer,
 )
 from .module_checks import (
+    NOT_IN_BUFFER,
     agree_on_layout,
     captured_modules,
     check_are_equal,
@@ -20,6 +21,7 @@ from .module_checks import (
     check_module,
     check_no_experts,
     common_device,
+    is_in_shared_memory,
     option_rows,
     param_spec,
 )
@@ -30,6 +32,7 @@ from .staged_module import StagedModule, find_groups, names_elsewhere
 from .wrapped_again import close_other_engines
 
 __all__ = [
+    "NOT_IN_BUFFER",
     "CutParam",
     "GradAccumulators",
     "GradHooks",
@@ -57,6 +60,7 @@ __all__ = [
     "empty_like_part",
     "find_groups",
     "ignored_names",
+    "is_in_shared_memory",
     "is_wrapped",
     "materialise",
     "named_buffers",

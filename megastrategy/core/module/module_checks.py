@@ -74,10 +74,22 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
         )
 
 
+NOT_IN_BUFFER = (
+    "where other processes may read it (share_memory(), or the module was passed to a process): parameters of a "
+    "sharded optimizer move into a buffer, and readers would see old values. Give other processes a copy of the module"
+)
+
+
+def is_in_shared_memory(part: Tensor) -> bool:
+    """Whether other processes may have a tensor's memory. torch says so of all memory of an accelerator."""
+    return part.device.type == "cpu" and part.layout == torch.strided and part.untyped_storage().is_shared()
+
+
 def check_memory_is_own(
     module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str
 ) -> None:
-    """Raises ValueError if other tensors, or a CUDA graph, use the memory of ``params``, which move into a buffer.
+    """Raises ValueError if other tensors, processes or a CUDA graph use the memory of ``params``, which move into a
+    buffer.
 
     ``all_reduce_option`` is the remedy in the message.
     """
@@ -85,6 +97,8 @@ def check_memory_is_own(
     spans: list[tuple[int, int, str, bool]] = []
     for name, whole in (*named_params(module).items(), *named_buffers(module).items()):
         tensor = parts.local_view(whole)
+        if id(whole) in joining and is_in_shared_memory(tensor):
+            raise ValueError(f"parameter {name!r} is in shared memory, {NOT_IN_BUFFER}, or pass {all_reduce_option}")
         if tensor.numel() > 0 and tensor.layout == torch.strided:
             # The last element by strides: an expanded tensor has less memory than elements.
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

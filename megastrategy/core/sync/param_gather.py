@@ -106,7 +106,7 @@ class ParamGather:
         # A walk of the modules takes milliseconds, so only after parameters were added.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
-        if self._is_scripted or self._buffers.has_shared_params:
+        if self._is_scripted:
             self.finish()  # their reads of parameters cannot be noticed
         for bucket in self._handles:
             for param in self._params_of(bucket):
@@ -144,7 +144,6 @@ class ParamGather:
                 for bucket in buckets:
                     self._handles[bucket].wait()
                     self._add_changes(bucket)
-                    self._buffers.copy_to_shared_params(bucket)
                     # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
                     # forward would otherwise read weights for which its own stream has not waited.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)
