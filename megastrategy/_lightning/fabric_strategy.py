@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from .._checkpoints.directories import (
     OptimizerInDirectory,
@@ -57,7 +56,7 @@ from ..core import (
     weigh_announced,
     weigh_by_tokens,
 )
-from ..data import CountedLoader, batch_size_of, check_order, follow_epochs, sampler_of, samplers_of
+from ..data import check_order, follow_epochs, sampler_of, samplers_of
 from .checkpoint_io import MAIN_PARAMS_KEY
 from .launchers import refuse_notebook
 from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
@@ -264,18 +263,16 @@ class FabricStrategy(_Base):
         return self._models.shard(optimizer, owners[0], rank_zero_info) if len(owners) == 1 else optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Counts the loop's batches for a :class:`~megastrategy.data.ResumableSampler`, which the user saves."""
+        """Divides a :class:`~megastrategy.data.ResumableSampler` among the data-parallel ranks."""
         dataloader = super().process_dataloader(dataloader)
         if self.replicas is not None:
             samplers = samplers_of(dataloader)
             divided = [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in samplers]
             check_order("MegatronDDPStrategy(replicas=...)", sampler_of(dataloader), *divided)
             follow_epochs(functools.partial(getattr, self.replicas, "epoch"), *samplers)
-        if (sampler := sampler_of(dataloader)) is None:
-            return dataloader
-        ranks = self.distributed_sampler_kwargs
-        sampler.divide(ranks["num_replicas"], ranks["rank"])
-        return LoaderWithOwnEpochs(dataloader, sampler, batch_size_of(dataloader) * sampler.num_replicas)
+        if (sampler := sampler_of(dataloader)) is not None:
+            sampler.divide(**self.distributed_sampler_kwargs)
+        return dataloader
 
     def teardown(self) -> None:
         """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""
@@ -533,17 +530,6 @@ class BackwardSyncControl:
                 f"returned under this strategy, got {type(module).__name__}"
             )
         return module.no_sync()
-
-
-class LoaderWithOwnEpochs(CountedLoader):
-    """A loader whose sampler knows the epoch. Fabric counts only the passes of this process, and would set it back."""
-
-    sampler = batch_sampler = property(lambda self: None)
-
-    def __init__(self, loader: DataLoader[Any], *args: Any) -> None:
-        super().__init__(loader, *args)
-        # Fabric shows a loader's own attributes
-        self.__dict__ = {**loader.__dict__, **self.__dict__}
 
 
 def unwrapped(module: Module) -> Module:

@@ -29,9 +29,9 @@ class StopSaver:
     ``max_steps``, SIGTERM and Ctrl-C. A fit that runs to ``max_epochs`` saves nothing here, nor one that fails, for
     which there is ``ModelCheckpoint(save_on_exception=True)``; Slurm's requeue signal has Lightning's own file.
 
-    With a :class:`~megastrategy.data.ResumableSampler` what goes on is the uninterrupted run to the bit, unless Ctrl-C
-    finds a rank within a batch: what that batch did may be done again. Where gradients are accumulated over batches a
-    stop waits for the step, since gradients are in no checkpoint; SIGTERM does not wait, and loses them.
+    With a loader that saves its place, such as torchdata's ``StatefulDataLoader``, a resumed fit is the uninterrupted
+    one to the bit, except that Ctrl-C leaves out the batch that it interrupts. Where gradients are accumulated over
+    batches a stop waits for the step, since gradients are in no checkpoint; SIGTERM does not wait, and loses them.
 
     Args:
         dirpath: the folder, on every rank the same; a URL that fsspec knows will do. It is made when something is

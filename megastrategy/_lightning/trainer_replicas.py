@@ -32,7 +32,6 @@ from torch.nn import Module
 
 from ..core import CollectiveError, ReplicaMismatchError, Replicas
 from .replaced_methods import ReplacedMethods
-from .resumable_data import DataPlace
 from .weight_averages import is_a
 
 if TYPE_CHECKING:
@@ -97,10 +96,8 @@ class TrainerReplicas:
 
     # --- joining -----------------------------------------------------------------------------------------------------
 
-    def join(self, trainer: pl.Trainer, place: DataPlace, inside: Inside) -> None:
+    def join(self, trainer: pl.Trainer, inside: Inside) -> None:
         """Meets the other replicas if this is a fit, whose model and optimizers are wrapped. Collective.
-
-        ``place`` is the Trainer's in its data.
 
         Raises:
             ValueError: for a callback that cannot be used with replicas.
@@ -110,7 +107,7 @@ class TrainerReplicas:
         for name, reason in _REFUSED.items():
             if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 raise ValueError(f"replicas=: the callback {name} cannot be used, since {reason}")
-        self._trainer, self._place, self._inside = trainer, place, inside
+        self._trainer, self._inside = trainer, inside
         self._begin_fit()
         replicas = self._given
         replicas.register("trainer", self._state, self._take)
@@ -139,7 +136,7 @@ class TrainerReplicas:
         """Loads what Lightning restores before a strategy's setup, and leaves the rest for it to restore after."""
         trainer = self._trainer
         connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint = self._place.load(state)
+        connector._loaded_checkpoint = state
         connector.restore_datamodule()
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
@@ -175,7 +172,6 @@ class TrainerReplicas:
         for stateful in (plugin, module):
             if stateful is not None and (own := stateful.state_dict()):
                 state[type(stateful).__qualname__] = own
-        self._place.save(state, trainer)
         return copy.deepcopy(state)  # the next batch changes it, perhaps before all of it is sent
 
     def _averages(self, callback: object) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from ..core import (
     to_host,
     weigh_announced,
 )
+from ..data import sampler_of
 from .checked_collectives import CheckedCollectives
 from .grad_norms import named_grad_norms
 from .launchers import refuse_notebook, refuse_ray_worker
@@ -63,7 +64,6 @@ from .meshes import (
     loss_parallel_backward,
 )
 from .precision import EnginePrecision, add_engine_clipping, remove_engine_clipping
-from .resumable_data import DataPlace
 from .schedulers import with_users_optimizers
 from .signals import SignalAgreement
 from .signature import ALL_REDUCE_OPTION, NO_SCALER, SAVE_ON_ALL_RANKS, read_options
@@ -166,7 +166,6 @@ class TrainerStrategy(_Base):
         self._checked = CheckedCollectives(self, self._mesh)
         self._signals: SignalAgreement | None = None
         self._full_averages: FullAverages | None = None
-        self._data_place = DataPlace()
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self._listeners: list[Callable[[Event], None]] = []
@@ -203,8 +202,9 @@ class TrainerStrategy(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        dataloader, trainer = super().process_dataloader(dataloader), self.lightning_module.trainer
-        return self._data_place.restore(dataloader, trainer, self.distributed_sampler_kwargs)
+        if (sampler := sampler_of(dataloader)) is not None:
+            sampler.divide(**self.distributed_sampler_kwargs)
+        return super().process_dataloader(dataloader)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -253,7 +253,7 @@ class TrainerStrategy(_Base):
         if not self._mesh.shares_model or trainer.state.fn == "fit":
             super().setup(trainer)
             self._signals = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception, self._replicas)
-            self._replicas.join(trainer, self._data_place, super().broadcast)
+            self._replicas.join(trainer, super().broadcast)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -299,7 +299,6 @@ class TrainerStrategy(_Base):
         self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
-        self._data_place.forget()
         if self._full_averages is not None:
             self._full_averages.close()
             self._full_averages = None
@@ -326,11 +325,6 @@ class TrainerStrategy(_Base):
             self._checked.stop()
 
     # --- training ----------------------------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        self._data_place.correct_progress(self.lightning_module.trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Shows the loss to the engine; in manual optimization no forward of the wrapper has prepared its backward."""
@@ -503,8 +497,6 @@ class TrainerStrategy(_Base):
         """
         if not self._replicas.saves(checkpoint, filepath) or self._checked.cannot_save(filepath):
             return
-        assert self.lightning_module is not None
-        self._data_place.save(checkpoint, self.lightning_module.trainer)
         if self.state_dict_type == "sharded":
             refuse_storage_options(storage_options)
             self._save_directory(checkpoint, filepath)
@@ -552,9 +544,8 @@ class TrainerStrategy(_Base):
         self._directory_saver.wait()
         self._loaded_from = str(checkpoint_path)
         if (path := existing_directory(checkpoint_path)) is not None:
-            return self._data_place.load(load_trainer_directory(path, self.lightning_module, weights_only))
-        checkpoint = unmapped(super().load_checkpoint(checkpoint_path, weights_only), checkpoint_path)
-        return self._data_place.load(checkpoint)
+            return load_trainer_directory(path, self.lightning_module, weights_only)
+        return unmapped(super().load_checkpoint(checkpoint_path, weights_only), checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

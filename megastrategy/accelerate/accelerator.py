@@ -47,6 +47,7 @@ from ..core import (
     dtensors_of,
     weigh_by_tokens,
 )
+from ..data import sampler_of
 from . import checkpoint
 from .ddp_arguments import translated_arguments
 from .loss_tokens import LossTokens
@@ -60,7 +61,6 @@ from .prepared_model import (
     trained_by,
 )
 from .replicas import AcceleratorReplicas
-from .resumable_data import ResumableLoaders
 from .tensor_parallel import check_parallelism, expert_mesh_of, full_state, optimizer_instances, showing_only_ties, wrap
 from .transformers_trainer import wrap_trainer
 
@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
         instances = optimizer_instances(self.parallelism_config)
         self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_arguments, **instances)
-        self._loss_tokens, self._resumable_loaders = LossTokens(), ResumableLoaders()
+        self._loss_tokens = LossTokens()
         self._adapt_scaler()
 
     # --- prepare -----------------------------------------------------------------------------------------------------
@@ -228,29 +228,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         in_replica: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Prepares as accelerate's does, and counts the loop's batches for a sampler that can resume.
+        """Prepares as accelerate's does.
 
         All replicas divide the loader, if there are several; with ``in_replica`` only the processes of this one, for an
         evaluation.
 
         Raises:
-            ValueError: if only the main process reads batches, or torchdata's loader counts them as well.
+            ValueError: for a loader whose sampler divides the samples itself.
         """
+        if sampler_of(data_loader) is not None:
+            raise ValueError(
+                "a ResumableSampler divides the samples among the processes, and accelerate would do so again: leave "
+                "its loader out of accelerator.prepare(), iterate over sampler.batches(loader), and call "
+                "accelerator.register_for_checkpointing(sampler). On the same number of processes "
+                "DataLoaderConfiguration(use_stateful_dataloader=True) resumes with any sampler"
+            )
         if self._replicas.divides(data_loader) and not in_replica:
             return self._replicas.prepare_data_loader(data_loader, device_placement)
-        prepared = super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
-        self._resumable_loaders.add(prepared, data_loader, pads=self.num_processes > 1 and self.even_batches)
-        return prepared
+        return super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skips as accelerate's does; returns a loader that a checkpoint has put behind these batches unchanged.
+        """Skips as accelerate's does.
 
         Raises:
-            ValueError: if the loader's sampler can resume, and has not, or replicas divide the loader.
+            ValueError: if replicas divide the loader.
         """
         self._replicas.check_is_whole(dataloader, "skip_first_batches()", "set replicas.batch, which skips as many")
-        if self._resumable_loaders.skips_itself(dataloader, num_batches):
-            return dataloader
         return super().skip_first_batches(dataloader, num_batches)
 
     @property
@@ -425,26 +428,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         is_sharded = any(item is not None and item.is_sharded for item in optimizers)
         configuration = self.project_configuration
         if not (is_sharded or in_directory or configuration.automatic_checkpoint_naming):
-            location = self._save_theirs(output_dir, safe_serialization, **kwargs)
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
             for_node = configuration.save_on_each_node and self.is_local_main_process
             checkpoint.save_main_params(location, optimizers, for_node or self.is_main_process)
             return location
         with checkpoint.on_all_ranks(self._collectives()):
             if in_directory:
                 return self._save_sharded(output_dir, safe_serialization, **kwargs)
-            location = self._save_theirs(output_dir, safe_serialization, **kwargs)
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
             checkpoint.save_main_params(location, optimizers, self.is_main_process)
             if configuration.save_on_each_node and self.use_distributed:
                 checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
             self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
-        return location
-
-    def _save_theirs(self, *args: Any, **kwargs: Any) -> Path:
-        """Saves accelerate's own files, and the places of samplers beside them."""
-        location = Path(super().save_state(*args, **kwargs))
-        on_each_node = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if on_each_node else self.is_main_process:
-            self._resumable_loaders.save(location)
         return location
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
@@ -501,7 +496,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         states: list[dict[str, Any]] = [model.state_dict() for model in models]
         weights = list(states)
         with self._set_aside(hooks):
-            location = self._save_theirs(*args, **kwargs)
+            location = Path(super().save_state(*args, **kwargs))
         for hook in hooks.values():
             hook(models, weights, str(location))  # which may remove weights that it saves itself
         own = {
@@ -537,8 +532,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 super().load_state(input_dir if folder is None else str(folder), load_kwargs, **kwargs)
             if folder is not None:
                 checkpoint.load_main_params(folder, optimizers)
-        if folder is not None:
-            self._resumable_loaders.load(folder)
         if self.use_distributed:
             # kept in each rank's file, and a rank that is new has none
             self.step = broadcast_object_list([self.step])[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from megastrategy.data import ResumableSampler
 
-from .fits import make_strategy, make_trainer
-from .rank_processes import Ranks, number_of_ranks
+from ..support.stateful_loader import StatefulLoader
+from .rank_processes import Ranks
 
 BATCH_SIZE = 3
 SEED = 4
@@ -32,35 +30,29 @@ def samples(size: int) -> TensorDataset:
     return TensorDataset(torch.arange(size), features)
 
 
-def resumable_loader(
-    size: int, *, batch_sampler: bool = False, drop_last: bool = False, stateful: bool = False, **options: Any
-) -> Any:
-    """A loader with a sampler or a batch sampler, torch's or (``stateful``) torchdata's."""
+def resumable_loader(size: int, *, batch_sampler: bool = False, **options: Any) -> Any:
+    """A loader with a sampler or a batch sampler."""
     data = samples(size)
     sampler = ResumableSampler(data, seed=SEED)
-    if stateful:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, **options)
     if batch_sampler:
-        return DataLoader(data, batch_sampler=BatchSampler(sampler, BATCH_SIZE, drop_last), **options)
-    return DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, drop_last=drop_last, **options)
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, BATCH_SIZE, False), **options)
+    return DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, **options)
 
 
 class Regression(pl.LightningModule):
     """Reports the samples of its batches."""
 
-    def __init__(self, size: int, *, counts_steps: bool = False, **loader_options: Any) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-        self.size, self.counts_steps, self.loader_options = size, counts_steps, loader_options
+        self.size = size
         self.trained: Trained = []
         self.losses: list[float] = []
-        self.batches: list[int] = []
 
     def train_dataloader(self) -> Any:
-        return resumable_loader(self.size, **self.loader_options)
+        data = samples(self.size)
+        return StatefulLoader(data, batch_size=BATCH_SIZE, sampler=ResumableSampler(data, seed=SEED))
 
     def val_dataloader(self) -> Any:
         return DataLoader(samples(6), batch_size=BATCH_SIZE)
@@ -70,38 +62,13 @@ class Regression(pl.LightningModule):
         loss = self.layers(features).square().mean()
         self.trained.append((self.trainer.current_epoch, numbers.tolist()))
         self.losses.append(loss.item())
-        self.batches.append(batch_idx)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """A hook to save in comes after it."""
 
     def configure_optimizers(self) -> Any:
-        # which makes the loaders before the loops know of the checkpoint
-        if self.counts_steps:
-            assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class Cut(pl.Callback):
-    """Saves in the call ``number`` of a hook, and lets the fit end there."""
-
-    def __init__(self, hook: str, number: int, path: str) -> None:
-        self.hook, self.left, self.path = hook, number, path
-        self.num_trained: int | None = None
-        setattr(self, hook, self._cut)
-
-    def _cut(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        self.left -= 1
-        if self.left:
-            return
-        trainer.save_checkpoint(self.path)
-        # a batch is trained when Lightning counts it, which is after its step
-        is_within = self.hook in ("on_before_optimizer_step", "on_after_backward")
-        self.num_trained = len(module.trained) - is_within
-        trainer.should_stop = True
 
 
 @dataclasses.dataclass
@@ -110,30 +77,6 @@ class Part:
 
     trained: Trained
     losses: list[float]
-    batches: list[int]
-    warnings: list[str]
-
-
-def fit_part(
-    size: int,
-    *,
-    cut: tuple[str, int, str] | None = None,
-    resume: str | None = None,
-    name: str = "megatron_ddp",
-    strategy_options: dict[str, Any] | None = None,
-    module_options: dict[str, Any] | None = None,
-    **trainer_options: Any,
-) -> Part:
-    module = Regression(size, **module_options or {})
-    callbacks = [] if cut is None else [Cut(*cut)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        options: dict[str, Any] = {"devices": number_of_ranks(), "num_sanity_val_steps": 0, **trainer_options}
-        trainer = make_trainer(make_strategy(name, **strategy_options or {}), callbacks=callbacks, **options)
-        trainer.fit(module, ckpt_path=resume)
-    end = callbacks[0].num_trained if callbacks else None
-    assert not callbacks or end is not None, "the hook was not called so often"
-    return Part(module.trained[:end], module.losses[:end], module.batches[:end], [str(item.message) for item in caught])
 
 
 class Pools:
@@ -158,7 +101,3 @@ def by_epoch(parts: Iterable[Iterable[Any]]) -> dict[int, Counter[int]]:
             for epoch, numbers in part.trained:
                 counts.setdefault(epoch, Counter()).update(numbers)
     return counts
-
-
-def path(folder: Path, number: int = 0) -> str:
-    return str(folder / f"part-{number}.ckpt")

@@ -1,7 +1,7 @@
 """Runs as each task of a job: python -m tests.campaigns.slurm.job FOLDER STAGE STRATEGY. It writes where it is.
 
 Two epochs are trained, each with a validation after it, and every fifth step is saved to FOLDER/last.ckpt, where a job
-that starts again goes on. Data come by a ResumableSampler, so that it goes on in mid-epoch. One stage takes its time,
+that starts again goes on. Its loader saves its place, so that it goes on in mid-epoch. One stage takes its time,
 for a signal to arrive in it: "training", "validation", "saving", "test" or "prediction"; "none" does. A "long-" one
 takes a minute and more, until the job is started again.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import megastrategy
+from tests.support.stateful_loader import StatefulLoader
 
 BATCH_S = {"": 0.1, "long": 4.0}
 SAVE_S = {"": 1.0, "long": 8.0}
@@ -93,7 +94,7 @@ def main(folder: Path, stage: str, strategy: str) -> None:
     atexit.register(model.tell, "left")
     num_samples = NUM_BATCHES * int(os.environ["SLURM_NTASKS"])
     dataset = TensorDataset(torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(1)))
-    data = DataLoader(dataset, sampler=megastrategy.data.ResumableSampler(dataset, seed=0))
+    data = StatefulLoader(dataset, sampler=megastrategy.data.ResumableSampler(dataset, seed=0))
     evaluated = DataLoader(dataset)
     last = folder / "last.ckpt"
     trainer = pl.Trainer(

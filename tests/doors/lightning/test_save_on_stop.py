@@ -111,9 +111,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "Timer": {},
     "EarlyStopping": {"val_check_interval": 2},
     "SIGTERM": {"batch": 8},
-    "Ctrl-C": {"batch": 8},
 }
-ENDED_BY = {"SIGTERM": "SIGTERMException", "Ctrl-C": "SystemExit"}
+ENDED_BY = {"SIGTERM": "SIGTERMException"}
 
 
 @pytest.mark.sample(1)
@@ -127,6 +126,17 @@ def test_what_goes_on_is_the_fit_that_nobody_stopped(ranks: Ranks, tmp_path: Pat
     second = ranks.run(fit_until, SIZE, str(tmp_path), name="megatron_ddp", resume=True, **rest)
     assert not (tmp_path / "whole").exists(), "a fit that runs to its end saves nothing"
     assert_goes_on(first, second, whole)
+
+
+def test_ctrl_c_leaves_out_the_batch_it_interrupts(ranks: Ranks, tmp_path: Path) -> None:
+    """The loader has handed it over, and no step has taken it."""
+    whole = ranks.run(fit_until, SIZE, str(tmp_path / "whole"), name="megatron_ddp")
+    first = ranks.run(fit_until, SIZE, str(tmp_path), way="Ctrl-C", batch=8, name="megatron_ddp")
+    second = ranks.run(fit_until, SIZE, str(tmp_path), resume=True, name="megatron_ddp")
+    for begun, ended, expected in zip(first, second, whole, strict=True):
+        assert begun.saved
+        assert begun.ended_by == "SystemExit"
+        assert begun.trained + expected.trained[8:9] + ended.trained == expected.trained
 
 
 def test_a_stop_waits_for_the_step(ranks: Ranks, tmp_path: Path) -> None:

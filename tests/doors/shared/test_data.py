@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from megastrategy.data import CountedLoader, ResumableSampler, batch_size_of, sampler_of
+from megastrategy.data import ResumableSampler, batch_size_of, sampler_of
 
 
 class Numbers(Dataset[int]):
@@ -45,6 +45,10 @@ def steps(ranks: Sequence[ResumableSampler], batch_size: int, **options: Any) ->
         yield [index for batch in batches for index in batch.tolist()]
 
 
+def at(sampler: ResumableSampler, epoch: int, consumed: int) -> dict[str, Any]:
+    return sampler.state_dict() | {"epoch": epoch, "consumed": consumed}
+
+
 def permutation(size: int, epoch: int, seed: int = 0) -> list[int]:
     """Torch's own sampler of one rank."""
     known = DistributedSampler(Numbers(size), num_replicas=1, rank=0, seed=seed)
@@ -66,7 +70,7 @@ def test_runs_that_are_cut_train_one_permutation(
     """Exactly, except for what does not divide by the ranks at the very end: torch's sampler repeats or leaves it out,
     too."""
     seen: list[int] = []
-    state: dict[str, Any] = ResumableSampler(Numbers(size), seed=5).state_at(3, 0)
+    state: dict[str, Any] = at(ResumableSampler(Numbers(size), seed=5), 3, 0)
     for num_ranks, batch_size, num_steps in runs:
         ranks = samplers(size, num_ranks, seed=5, drop_last=drop_last)
         for sampler in ranks:
@@ -124,20 +128,19 @@ def test_what_workers_read_ahead_is_not_consumed(num_workers: int) -> None:
     assert next(iter(loader(other, 4))).tolist() == permutation(40, 0)[12:16]
 
 
-def test_an_epoch_begins_after_the_end_and_after_a_pass_that_was_left() -> None:
+def test_a_pass_that_is_left_is_continued_by_the_next() -> None:
     [sampler] = samplers(6, 1)
     for expected in (0, 1):
         assert [index for samples in steps([sampler], 2) for index in samples] == permutation(6, expected)
     next(steps([sampler], 2))
-    assert sampler.state_dict() == sampler.state_at(2, 2)
-    assert next(steps([sampler], 2)) == permutation(6, 3)[:2]
-    sampler.set_epoch(3)
-    assert next(steps([sampler], 2)) == permutation(6, 3)[:2], "one that is asked for begins anew"
+    assert sampler.state_dict() == at(sampler, 2, 2)
+    assert [index for samples in steps([sampler], 2) for index in samples] == permutation(6, 2)[2:]
+    assert sampler.state_dict() == at(sampler, 3, 0)
 
 
 def test_a_restored_epoch_keeps_its_place_where_a_framework_sets_it() -> None:
     [sampler] = samplers(6, 1)
-    sampler.load_state_dict(sampler.state_at(2, 4))
+    sampler.load_state_dict(at(sampler, 2, 4))
     sampler.set_epoch(2)
     assert list(sampler) == permutation(6, 2)[4:]
     sampler.set_epoch(3)
@@ -170,37 +173,6 @@ def test_samples_without_batches() -> None:
     )
 
 
-@settings(deadline=None)
-@given(
-    size=st.integers(1, 50),
-    before=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)),
-    num_ranks=st.integers(1, 4),
-    batch_size=st.integers(1, 5),
-    drop_last=st.booleans(),
-)
-def test_an_epoch_ends_with_its_last_number(
-    size: int, before: tuple[int, int, int], num_ranks: int, batch_size: int, drop_last: bool
-) -> None:
-    """For loops that count batches: those before the place, counted anew, and those that come make the epoch."""
-    consumed = min(size, before[0] * before[1] * before[2])
-    for sampler in samplers(size, num_ranks):
-        sampler.load_state_dict(sampler.state_at(0, consumed))
-        data = loader(sampler, batch_size, drop_last=drop_last)
-        done = sampler.num_batches_before(data)
-        assert sampler.consumed_after(done, data) == consumed
-        assert done + sum(1 for _ in data) == len(data)
-
-
-def test_accelerates_way_of_dividing() -> None:
-    """The whole order, filled up from its beginning and not from where the run went on."""
-    [sampler] = samplers(10, 1)
-    sampler.divide_by_batches(8)
-    order = permutation(10, 0)
-    assert list(sampler) == order + order[:6]
-    sampler.load_state_dict(sampler.state_at(0, 8))
-    assert list(sampler) == order[8:] + order[:6]
-
-
 def test_a_strategy_says_who_divides_unless_the_user_did() -> None:
     sampler = ResumableSampler(Numbers(8))
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
@@ -213,12 +185,9 @@ def test_a_strategy_says_who_divides_unless_the_user_did() -> None:
 
 def test_copies() -> None:
     [sampler] = samplers(8, 1)
-    sampler.load_state_dict(sampler.state_at(1, 4))
+    sampler.load_state_dict(at(sampler, 1, 4))
     for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
         assert list(other) == list(sampler)
-    counted = CountedLoader(loader(sampler, 2), sampler, 2)
-    assert isinstance(counted, DataLoader)
-    assert copy.copy(counted).batch_size == 2
 
 
 class Endless(IterableDataset[int]):
@@ -252,7 +221,7 @@ def test_errors() -> None:
     ]:
         with pytest.raises(ValueError, match=f"saved with {name}, and this sampler has"):
             sampler.load_state_dict(other.state_dict())
-    assert sampler.state_dict() == sampler.state_at(0, 0), "nothing is changed"
+    assert sampler.state_dict() == at(sampler, 0, 0), "nothing is changed"
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it

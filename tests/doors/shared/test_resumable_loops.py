@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from megastrategy.data import ResumableSampler
 
 from ..accelerate_loops import Worlds, make_accelerator
 from ..fabric_loops import make_fabric
-from ..rank_processes import Ranks, assert_failed
-from ..resumed_fits import BATCH_SIZE, SEED, Part, Pools, by_epoch, resumable_loader, samples
+from ..rank_processes import Ranks
+from ..resumed_fits import SEED, Part, Pools, by_epoch, resumable_loader, samples
 
 EPOCHS = 2
 
@@ -49,10 +48,10 @@ def with_fabric(
     state = {"model": model, "optimizer": optimizer, "sampler": sampler}
     if resume:
         fabric.load(file, state)
-    part = Part([], [], [], [])
+    part = Part([], [])
     while sampler.epoch < EPOCHS:
         epoch = sampler.epoch
-        for numbers, features in data:
+        for numbers, features in sampler.batches(data):
             part.trained.append((epoch, numbers.tolist()))
             step(model, features, part, optimizer, fabric.backward)
             if len(part.trained) == cut:
@@ -62,39 +61,28 @@ def with_fabric(
 
 
 def with_accelerate(
-    size: int,
-    folder: str,
-    *,
-    cut: int | None = None,
-    resume: bool = False,
-    sharded: bool = False,
-    skip: int = 0,
-    options: dict[str, Any] | None = None,
-    **loader: Any,
+    size: int, folder: str, *, cut: int | None = None, resume: bool = False, sharded: bool = False, **loader: Any
 ) -> Part:
-    """The same; ``skip`` is what a script that knows its step asks accelerate to skip."""
-    plugin = {"state_dict_type": "sharded" if sharded else "full"}
-    accelerator = make_accelerator("megatron_ddp", plugin, **options or {})
-    model, given = make_model(), resumable_loader(size, **loader)
-    sampler = given.sampler if "batch_sampler" not in loader else given.batch_sampler.sampler
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, data = accelerator.prepare(model, optimizer, given)
+    """The same; the sampler divides, so that the loader is not prepared."""
+    accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded" if sharded else "full"})
+    model, data = make_model(), resumable_loader(size, **loader)
+    sampler = data.sampler if "batch_sampler" not in loader else data.batch_sampler.sampler
+    with pytest.raises(ValueError, match=r"leave its loader out of accelerator\.prepare"):
+        accelerator.prepare(data)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.register_for_checkpointing(sampler)
     if resume:
         accelerator.load_state(folder)
-    part = Part([], [], [], [])
-    for epoch in range(sampler.epoch, EPOCHS):
-        active = accelerator.skip_first_batches(data, skip) if skip and not part.trained else data
-        for numbers, features in active:
+    part = Part([], [])
+    while sampler.epoch < EPOCHS:
+        epoch = sampler.epoch
+        for numbers, features in sampler.batches(data):
             part.trained.append((epoch, numbers.tolist()))
             step(model, features, part, optimizer, accelerator.backward)
             if len(part.trained) == cut:
                 accelerator.save_state(folder)
                 return part
     return part
-
-
-def place_in(folder: str) -> Any:
-    return torch.load(Path(folder) / "megatron_ddp_samplers.bin", weights_only=True)
 
 
 SIZE = 36
@@ -146,64 +134,19 @@ def test_fabric_goes_on_on_other_numbers_of_ranks(pools: Pools, tmp_path: Path) 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("cut", [2, 7, 9])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sharded": True},
-        {"batch_sampler": True},
-        {"options": {"step_scheduler_with_optimizer": False}, "drop_last": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("cut", [2, 6, 9])
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"batch_sampler": True}], ids=str)
 def test_accelerate_goes_on(worlds: Worlds, tmp_path: Path, cut: int, options: dict[str, Any]) -> None:
-    """The last batch is filled up from the epoch's beginning, and so it is after a cut."""
     folder = str(tmp_path / "state")
     whole = worlds.run(with_accelerate, 38, folder, **options)
     first = worlds.run(with_accelerate, 38, folder, cut=cut, **options)
     second = worlds.run(with_accelerate, 38, folder, resume=True, **options)
     assert_same(first, second, whole)
-    num_batches = 6 if options.get("drop_last") else 7
-    assert len(whole[0].trained) == 2 * num_batches
 
 
 def test_accelerate_goes_on_on_other_numbers_of_processes(worlds: Worlds, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     parts = []
-    for number, (size, cut) in enumerate([(2, 2), (1, 4), (3, 2), (4, None)]):
+    for number, (size, cut) in enumerate([(2, 2), (1, 4), (3, 3), (4, None)]):
         parts.append(worlds.run(with_accelerate, SIZE, folder, size=size, cut=cut, resume=number > 0))
-    # 12 on two ranks, 12 on one, and 12 in two batches of 9 on three: the second is filled up, and ends the epoch
-    assert by_epoch(parts) == {0: ONCE + first_of(0, 6), 1: ONCE}
-
-
-def test_scripts_that_skip_by_themselves_skip_once(worlds: Worlds, tmp_path: Path) -> None:
-    folder = str(tmp_path / "state")
-    whole = worlds.run(with_accelerate, SIZE, folder)
-    first = worlds.run(with_accelerate, SIZE, folder, cut=2)
-    [place] = place_in(folder)
-    assert (place["epoch"], place["consumed"]) == (0, 2 * 2 * BATCH_SIZE)
-    second = worlds.run(with_accelerate, SIZE, folder, resume=True, skip=2)
-    assert_same(first, second, whole)
-
-
-def test_a_skip_from_a_checkpoint_without_the_place_is_refused(worlds: Worlds, tmp_path: Path) -> None:
-    outcomes = worlds.outcomes(with_accelerate, SIZE, str(tmp_path), skip=2)
-    for outcome in outcomes:
-        assert_failed(outcome, "skips by itself after accelerator.load_state")
-
-
-@pytest.mark.parametrize("option", ["dispatch_batches", "use_stateful_dataloader"])
-def test_other_readers_are_refused(worlds: Worlds, tmp_path: Path, option: str) -> None:
-    if option == "use_stateful_dataloader":
-        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    outcomes = worlds.outcomes(refused, str(tmp_path), option)
-    for outcome in outcomes:
-        assert_failed(outcome, f"DataLoaderConfiguration({option}=True)")
-
-
-def refused(folder: str, option: str) -> None:
-    from accelerate import DataLoaderConfiguration
-
-    warnings.simplefilter("ignore")  # torchdata's
-    with_accelerate(SIZE, folder, options={"dataloader_config": DataLoaderConfiguration(**{option: True})})
+    assert by_epoch(parts) == {0: ONCE, 1: ONCE + first_of(1, 1)}
