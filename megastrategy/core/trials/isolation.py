@@ -1,13 +1,12 @@
 """Isolates trial steps: they leave no trace in the program, and send nothing.
 
 [Note: traces of trial steps]
-A copy of an optimizer has its tensors, state and plain attributes. Everything else is the program's: random generators,
-class attributes, globals, objects behind a function. A step may count in any of them (a schedule that falls after 60
-calls), so they are put back before each trial, and at the end. Everything that the code of the optimizer's class can
-reach is looked through for that: attributes, the class, its methods' closures, and globals by the names in their code.
+A copy of an optimizer has its tensors, state and plain attributes. Other objects are the program's: random generators,
+and objects in the optimizer's attributes, such as a schedule that counts its calls. They are put back before each
+trial, and at the end. What a step changes in globals, closures, classes, files or iterators is not seen.
 
 What steps change outside of the copy is changed by a call, and not by a tensor. So such an optimizer is called once a
-step. What cannot be put back, an iterator that was advanced, is a reason not to shard.
+step.
 
 [Note: steps that communicate]
 An optimizer that averages in its step (all-reduces weights, sends them to a neighbour) would average shards, which are
@@ -21,17 +20,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import contextvars
 import functools
-import io
-import itertools
-import logging
-import queue
+import inspect
 import random
 import sys
-import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +35,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import places
-from .places import Muted, Place
+from .places import Place
 from .values import NotForShardsError, equal, slots_of
 
 _OF_COLLECTIVES = "c10d"
@@ -111,24 +104,20 @@ class Isolation:
         self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._mode = _NoCommunication()
-        self._muted: Muted | None = None
         self.may_communicate = False
         if not self._is_torchs:  # whose steps change nothing but what a copy has
-            walk = _Walk()
-            self._places = list(walk.of_optimizer(optimizer))
+            self._places = list(_Walk().of_optimizer(optimizer))
             # Under a dispatch mode, which watches, functions that torch.compile has made would run uncompiled.
-            self.may_communicate = walk.names_distributed and not walk.is_compiled
-            if walk.prints or walk.loggers:
-                self._muted = Muted(walk.loggers)
+            names = _names_in_methods(type(optimizer))
+            self.may_communicate = {"torch", "distributed"} <= names and "compile" not in names
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Steps are trial steps while this is open. Random numbers begin anew, the same on every rank."""
         try:
             self._seed()
-            with contextlib.nullcontext() if self._muted is None else self._muted.open():
-                with contextlib.nullcontext() if self._is_torchs else self._mode:
-                    yield
+            with contextlib.nullcontext() if self._is_torchs else self._mode:
+                yield
         finally:
             self.restore()
             for generator in self._generators:
@@ -140,22 +129,18 @@ class Isolation:
             place.restore()
 
     def counts_calls(self, steps: Callable[[], Any]) -> bool:
-        """Whether ``steps`` change outside state, print, or draw random numbers: as often as they are called."""
+        """Whether ``steps`` change outside state, or draw random numbers: as often as they are called."""
         before = self._outside_state()
         steps()
         return not equal(before, self._outside_state())
 
     def _outside_state(self) -> list[Any]:
-        context, num_prints = dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
-        return [context, num_prints, *(place.get() for place in (*self._generators, *self._places))]
+        return [place.get() for place in (*self._generators, *self._places)]
 
     def check(self) -> None:
         """Raises NotForShardsError if the steps that were tried may not be steps of shards."""
         if self._mode.called:
             raise NotForShardsError(_communicates(self._mode.called))
-        for place in self._places:
-            if place.is_lost():
-                raise NotForShardsError(f"trial steps advanced {place.where}, which cannot be put back")
 
     def _seed(self) -> None:
         random.seed(0)
@@ -177,7 +162,7 @@ def _generators(device: torch.device) -> list[Place]:
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
         found.append((functools.partial(get, device), lambda state: put(state, device)))
-    return [Place("random numbers", get, put) for get, put in found]
+    return [Place(get, put) for get, put in found]
 
 
 def seed(device: torch.device) -> None:
@@ -190,6 +175,19 @@ def seed(device: torch.device) -> None:
 
 
 # --- reachable places ------------------------------------------------------------------------------------------------
+
+
+def _names_in_methods(kind: type) -> set[str]:
+    """Returns the names in the code of a class's methods, and of the modules of the globals that they use."""
+    found = set[str]()
+    for value in (value for owner in kind.__mro__ for value in vars(owner).values()):
+        value = inspect.unwrap(value) if callable(value) else value  # torch wraps step()
+        if isinstance(value, types.FunctionType) and not _is_foreign(value.__module__):
+            names = _names_in(value.__code__)
+            used = (value.__globals__[name] for name in names if name in value.__globals__)
+            modules = (getattr(item, "__module__", None) or getattr(item, "__name__", "") for item in used)
+            found |= names.union(map(str, modules))
+    return {part for name in found for part in name.split(".")}
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -206,154 +204,76 @@ Reached = tuple[Place | None, list[Any]]
 """A place that a step can change, if a value is one, and the values that it refers to."""
 
 
-def _of_tensor(where: str, tensor: Tensor) -> Reached:
+def _of_tensor(tensor: Tensor) -> Reached:
     def put(before: Tensor) -> None:
         with torch.no_grad():
             tensor.copy_(before)
 
     is_small = tensor.numel() <= _MOST_NUMEL
-    return Place(where, lambda: tensor.detach().clone(), put) if is_small else None, []
+    return Place(lambda: tensor.detach().clone(), put) if is_small else None, []
 
 
-def _of_class(where: str, kind: type) -> Reached:
-    if _is_foreign(kind.__module__):
-        return None, []
-    return places.of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values())
-
-
-def _of_container(where: str, values: Any) -> Reached:
+def _of_container(values: Any) -> Reached:
     if len(values) > _MOST_ITEMS:
         return None, []
     if isinstance(values, dict):
-        return places.of_dict(where, values), list(dict.values(values))
-    return places.of_items(where, values), list(values)
+        return places.of_dict(values), list(dict.values(values))
+    return places.of_items(values), list(values)
 
 
-def _of_running_generator(where: str, generator: types.GeneratorType[Any, Any, Any]) -> Reached:
-    def get() -> Any:
-        frame = generator.gi_frame
-        return None if frame is None else (frame.f_lasti, [repr(value)[:200] for value in frame.f_locals.values()])
-
-    return Place(where, get, None), []
-
-
-def _of_iterator(where: str, iterator: Any) -> Reached:
-    # How far it has come: it says so where it is pickled.
-    return Place(where, lambda: repr(iterator.__reduce__())[-200:], None), []
-
-
-_BUILT_IN_ITERATORS: tuple[type, ...] = (
-    itertools.count,
-    itertools.cycle,
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-)
-
-_KINDS: tuple[tuple[Any, Callable[[str, Any], Reached]], ...] = (
-    (types.ModuleType, lambda where, value: (None, [])),  # by the names that code has of it
-    (logging.Logger, lambda where, value: (None, [])),  # it is muted
-    (threading.local, lambda where, value: (places.of_dict(where, vars(value)), list(vars(value).values()))),
-    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda where, value: (places.of_weak(where, value), [])),
-    (io.IOBase, lambda where, value: (places.of_file(where, value), [])),
-    (queue.Queue, lambda where, value: (places.of_dict(where, vars(value)), [value.queue])),
+_KINDS: tuple[tuple[Any, Callable[[Any], Reached]], ...] = (
+    ((types.ModuleType, types.FunctionType, type), lambda value: (None, [])),
     (Tensor, _of_tensor),
-    (types.MethodType, lambda where, value: (None, [value.__self__, value.__func__])),
-    (functools.partial, lambda where, value: (None, [value.func, *value.args, *value.keywords.values()])),
-    ((staticmethod, classmethod), lambda where, value: (None, [value.__func__])),
-    (property, lambda where, value: (None, [value.fget])),
-    (type, _of_class),
-    ((tuple, frozenset), lambda where, value: (None, list(value)[:_MOST_ITEMS])),
+    (types.MethodType, lambda value: (None, [value.__self__])),
+    (functools.partial, lambda value: (None, [value.func, *value.args, *value.keywords.values()])),
+    ((tuple, frozenset), lambda value: (None, list(value)[:_MOST_ITEMS])),
     ((dict, list, set, collections.deque), _of_container),
-    (types.GeneratorType, _of_running_generator),
-    (_BUILT_IN_ITERATORS, _of_iterator),
 )
 
 
 class _Walk:
-    """Goes through what an optimizer's code can reach, each object once."""
+    """Goes through the objects in an optimizer's attributes, each object once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # kept, as an id is given again
-        self.names_distributed = self.is_compiled = self.prints = False
-        self.loggers: list[logging.Logger] = []
 
     def of_optimizer(self, optimizer: Optimizer) -> Iterator[Place]:
-        """The places that the steps of an optimizer's class can change, and a copy of it shares."""
+        """The places that the steps of an optimizer can change, and a copy of it shares."""
         for group in optimizer.param_groups:
-            yield places.of_dict("a parameter group", group)
-        yield places.of_dict("its attributes", optimizer.__dict__)
+            yield places.of_dict(group)
+        yield places.of_dict(optimizer.__dict__)
         for name, value in optimizer.__dict__.items():
             if name not in ("state", "param_groups", "defaults", "step") and not name.endswith("_hooks"):
-                yield from self.places(f"its attribute {name!r}", value)
-        for kind in type(optimizer).__mro__:
-            yield from self.places(kind.__name__, kind)
+                yield from self.places(value)
 
-    def places(self, where: str, value: Any) -> Iterator[Place]:
+    def places(self, value: Any) -> Iterator[Place]:
         """The places in a value, and in the objects that it refers to."""
         if isinstance(value, (*_PLAIN, Parameter, Module, Optimizer)) or id(value) in self._seen:
             return
         if len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen[id(value)] = value
-        if isinstance(value, logging.Logger):
-            self.loggers.append(value)
-        for place, inner in self._within(where, value):
+        for place, inner in self._within(value):
             if place is not None:
                 yield place
             for item in inner:
-                yield from self.places(where, item)
+                yield from self.places(item)
 
-    def _within(self, where: str, value: Any) -> Iterator[Reached]:
+    def _within(self, value: Any) -> Iterator[Reached]:
         for kinds, within in _KINDS:
             if isinstance(value, kinds):
-                return iter([within(where, value)])
-        if isinstance(value, types.FunctionType):
-            return self._of_function(where, value)
-        if (place := places.of_generator(where, value)) is not None:
+                return iter([within(value)])
+        if (place := places.of_generator(value)) is not None:
             return iter([(place, [])])
-        return self._of_object(where, value)
+        return self._of_object(value)
 
-    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[Reached]:
-        if _is_foreign(function.__module__):
-            return
-        for cell in function.__closure__ or ():
-            if cell != types.CellType():
-                yield places.of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
-        yield places.of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
-        yield None, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        names = _names_in(function.__code__)
-        found = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        yield places.of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
-        modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in found.values()}
-        named = any(str(name).startswith("torch.distributed") for name in modules | names)
-        self.names_distributed |= named or {"torch", "distributed"} <= names
-        compiled = any(hasattr(value, "_torchdynamo_orig_callable") for value in found.values())
-        self.is_compiled |= compiled or "compile" in names
-        self.prints |= bool(names & {"print", "stdout"})
-        for module in found.values():
-            if not isinstance(module, types.ModuleType):
-                continue
-            values = [vars(module)[name] for name in names if name in vars(module)]
-            if module is logging:
-                values.append(logging.root)
-            if _is_foreign(module.__name__):
-                yield None, [value for value in values if isinstance(value, logging.Logger)]
-            else:
-                yield places.of_names(f"a global of {module.__name__}", vars(module), names), values
-
-    def _of_object(self, where: str, value: Any) -> Iterator[Reached]:
-        kind = type(value)
-        in_module = kind.__module__
+    def _of_object(self, value: Any) -> Iterator[Reached]:
+        in_module = type(value).__module__
         if in_module == "numpy" and hasattr(value, "fill") and value.size <= _MOST_NUMEL:
-            yield Place(where, value.copy, lambda before: value.__setitem__(..., before)), []
+            yield Place(value.copy, lambda before: value.__setitem__(..., before)), []
         if _is_foreign(in_module) and in_module not in ("types", "argparse") and "torch.optim" not in in_module:
             return
         if isinstance(values := getattr(value, "__dict__", None), dict):
-            yield places.of_dict(where, values), list(values.values())
+            yield places.of_dict(values), list(values.values())
         if names := slots_of(value):
-            found = [getattr(value, name) for name in names if hasattr(value, name)]
-            yield places.of_slots(where, value, names), found
-        if callable(call := vars(kind).get("__call__")):
-            yield None, [call]
-        yield None, [kind]
+            yield places.of_slots(value, names), [getattr(value, name) for name in names if hasattr(value, name)]

@@ -7,7 +7,6 @@ itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import sys
 import threading
@@ -47,8 +46,7 @@ def probe(
             isolation = Isolation(optimizer, device)
             with isolation.open():
                 try:
-                    # In a context of its own, so that what a step sets in context variables is set there.
-                    findings = contextvars.copy_context().run(_probe, optimizer, device, dtype, arguments, isolation)
+                    findings = _probe(optimizer, device, dtype, arguments, isolation)
                 finally:
                     # Before other reasons, which were found by steps that could not do their work.
                     isolation.check()

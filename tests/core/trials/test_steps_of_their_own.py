@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
-import io
-import logging
-import queue
 import random
-import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,17 +41,7 @@ class Warm(torch.optim.SGD):
         return super().step(closure)
 
 
-def in_a_closure(most: int) -> Callable[[], float]:
-    calls = [0]
-
-    def ramp() -> float:
-        calls[0] += 1
-        return 1.0 if calls[0] <= most else 0.1
-
-    return ramp
-
-
-@pytest.mark.parametrize("make_ramp", [Ramp, in_a_closure, lambda most: Ramp(most).__call__])
+@pytest.mark.parametrize("make_ramp", [Ramp, lambda most: Ramp(most).__call__])
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("size", [2, 1])
 def test_a_schedule_of_its_own_falls_when_it_does_under_torch_ddp(make_ramp: Any, sharded: bool, size: int) -> None:
@@ -92,122 +76,6 @@ def test_random_numbers_of_a_program_go_on_as_under_torch_ddp() -> None:
         return drawn
 
     assert_like_torch_ddp(train, make)
-
-
-# --- what a step prints, logs and keeps in objects of the standard library -----------------------------------------
-
-
-class Rows(list[str]):
-    """A stream that keeps what is written."""
-
-    write = list.append
-
-    def flush(self) -> None:
-        pass
-
-
-class Row(logging.Handler):
-    def __init__(self, rows: list[str]) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.rows.append(record.getMessage())
-
-
-COUNTED: contextvars.ContextVar[int] = contextvars.ContextVar("counted", default=0)
-
-
-def printing(kept: Any) -> Callable[[], Any]:
-    return lambda: print("step", file=kept)
-
-
-def logging_it(kept: Any) -> Callable[[], Any]:
-    logger = logging.Logger("of one test", logging.INFO)
-    logger.addHandler(Row(kept))
-    return lambda: logger.info("step")
-
-
-def queueing(kept: Any) -> Callable[[], Any]:
-    return lambda: kept.put("step")
-
-
-def writing(kept: Any) -> Callable[[], Any]:
-    return lambda: kept.write("step")
-
-
-def setting(kept: Any) -> Callable[[], Any]:
-    def count() -> None:
-        kept.count = getattr(kept, "count", 0) + 1
-
-    return count
-
-
-def counting_by_context(kept: Any) -> Callable[[], Any]:
-    return lambda: COUNTED.set(COUNTED.get() + 1)
-
-
-def temporary_file() -> Any:
-    return tempfile.TemporaryFile("w+")
-
-
-KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Callable[[], Any]], Callable[[Any], int]]] = {
-    "a list by print": (Rows, printing, lambda kept: sum("step" in row for row in kept)),
-    "a logger": (Rows, logging_it, len),
-    "a queue": (queue.Queue, queueing, queue.Queue.qsize),
-    "a text in memory": (io.StringIO, writing, lambda kept: len(kept.getvalue()) // len("step")),
-    "a file": (temporary_file, writing, lambda kept: kept.seek(0) or len(kept.read()) // 4),
-    "a variable of the thread": (threading.local, setting, lambda kept: kept.count),
-    "a context variable": (object, counting_by_context, lambda kept: COUNTED.get()),
-}
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("name", KEPT)
-def test_what_a_step_writes_elsewhere_it_writes_once_a_step(name: str, sharded: bool) -> None:
-    """Not in trials, and not once a bucket."""
-    make, does, read = KEPT[name]
-
-    class Does(torch.optim.SGD):
-        does: Callable[[], Any]
-
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            self.does()
-            return super().step(closure)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        options = DistributedDataParallelConfig(bucket_size=100, use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(two_layers(), options, group)
-        inner = Does(model.parameters(), lr=0.1, momentum=0.9)
-        kept = make()
-        inner.does = does(kept)
-        optimizer = DistributedOptimizer(inner, model)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-        assert read(kept) == 3
-        if isinstance(kept, io.IOBase):
-            kept.close()
-
-    run_ranks(2, run)
-
-
-def test_a_step_that_prints_prints_nothing_in_trials(capsys: pytest.CaptureFixture[str]) -> None:
-    class Prints(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            print("step")  # noqa: T201 - the print is the test
-            return super().step(closure)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(bucket_size=100), group)
-        optimizer = DistributedOptimizer(Prints(model.parameters(), lr=0.1), model)
-        model(batch(rank, 0)).square().mean().backward()
-        group.barrier().wait()  # both have tried it
-        optimizer.step()
-
-    run_ranks(2, run)
-    assert capsys.readouterr().out.count("step") == 2
 
 
 # --- communication ---------------------------------------------------------------------------------------------------
