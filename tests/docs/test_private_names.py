@@ -73,7 +73,7 @@ LIVES_IN = {
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
     "torch.serialization": "_get_layout",
-    "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable",
+    "torch._dynamo.eval_frame": "_orig_mod",
     "lightning.pytorch.trainer.trainer": "_checkpoint_connector _run_stage _signal_connector",
     "lightning.pytorch.trainer.connectors.checkpoint_connector": "_get_loops_state_dict _loaded_checkpoint",
     "lightning.pytorch.loops.fit_loop": "_combined_loader",

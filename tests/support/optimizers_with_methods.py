@@ -134,9 +134,6 @@ class Methods(torch.optim.SGD):
     def num_elements(self) -> int:
         return sum(param.numel() for param in self._params())
 
-    def shapes(self) -> Iterator[torch.Size]:
-        return (param.shape for param in self._params())
-
     def with_lr(self, lr: float) -> Methods:
         self.set_lr(lr)
         return self
@@ -232,15 +229,8 @@ class Methods(torch.optim.SGD):
         yield
         self.shrink(2.0)
 
-    def momenta(self) -> Iterator[Tensor | None]:
-        for param in self._params():
-            yield self.state[param].get("momentum_buffer")
-
     def shrinker(self) -> Callable[[float], None]:
         return lambda factor: self.shrink(factor)
-
-    def bound_shrink(self) -> Callable[[float], None]:
-        return self.shrink
 
 
 class Lookahead(torch.optim.Optimizer):

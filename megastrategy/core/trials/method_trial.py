@@ -11,8 +11,8 @@ on flat pieces without, each piece in an optimizer of its own, as on ranks. What
 on gradients, which shards do not have between steps. What differs between the last two depends on more than one
 element. Everything that a call can leave is compared: tensors, their state, the groups' options, the optimizer's
 attributes, the arguments and the result. A call that computes with state and leaves no trace of it cannot be judged.
-Some calls return what does the work later: a context manager, a generator, a function that holds the optimizer. Later
-the groups contain whole Parameters, and the state has no entries for them. So a trial enters and iterates the result.
+A call that returns a context manager, a generator, or a function that holds the optimizer is refused: later the groups
+contain whole Parameters, and the state has no entries for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .isolation import Isolation
-from .optimizer_copy import TRIAL_SHAPE, Call, Contents, Found, OptimizerCopy, holds
+from .optimizer_copy import TRIAL_SHAPE, Call, Contents, Found, OptimizerCopy
 from .trial import enter_training
 from .values import NotForShardsError, describe_error
 
@@ -54,13 +54,6 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
     with _without_trace(optimizer, device):
         tried = OptimizerCopy(optimizer, _fresh_contents(optimizer, device, dtype))
         tried.make(call)
-        if tried.is_for_later and ("state" in tried.touches or tried.num_operations):
-            raise NotForShardsError(
-                "it returns what works with state or parameters later (a context manager, a generator), when the "
-                "groups hold whole parameters"
-            )
-        if holds(tried.result, tried.optimizer):
-            raise NotForShardsError("it returns a function or an object that holds the optimizer, and may use it later")
         return bool(tried.touches) or tried.has_moved
 
 

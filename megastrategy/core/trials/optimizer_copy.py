@@ -26,7 +26,6 @@ from .values import Copier, NotForShardsError, describe_error, equal, same_bits
 
 TRIAL_SHAPE = (6, 10)  # few elements, since a call is tried each time it is made; two dimensions, of unlike size
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
-_MOST_ITEMS = 1_000  # of a generator, which may never end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,6 @@ class OptimizerCopy:
         uses_other_params: whether it used a parameter that is not in the groups.
         error: the exception that it raised, in words.
         result: its result; a list for an iterator, and None for a context manager.
-        is_for_later: whether it returned one of these.
         after: the contents when it returned.
         num_operations: the number of torch's operations that it made.
         has_changed: whether anything is different.
@@ -127,7 +125,6 @@ class OptimizerCopy:
         self.uses_other_params = False
         self.error: str | None = None
         self.result: Any = None
-        self.is_for_later = False
         self.num_operations = 0
         self._tensors = contents.tensors
         self._replacements: list[Tensor] = []  # for parameters that are not in the groups
@@ -156,7 +153,7 @@ class OptimizerCopy:
         self.touches.clear()
         try:
             with _Counts() as operations:
-                self.result = self._run_to_end(copied(self.optimizer))
+                self.result = self._check_result(copied(self.optimizer))
         # Raised by a replacement below: it is the answer already.
         except NotForShardsError:
             raise
@@ -175,15 +172,13 @@ class OptimizerCopy:
         self.has_changed_grads = not all(map(_exact, grads, [tensor.grad for tensor in self._tensors]))
         self.has_new_memory = addresses != [tensor.data_ptr() for tensor in self._tensors]
 
-    def _run_to_end(self, result: Any) -> Any:
-        """Walks an iterator, enters and leaves a context manager; see [Note: what a trial compares]."""
-        if isinstance(result, Iterator):
-            self.is_for_later = True
-            return list(itertools.islice(result, _MOST_ITEMS))
-        if isinstance(result, contextlib.AbstractContextManager):
-            self.is_for_later = True
-            with result:
-                return None
+    def _check_result(self, result: Any) -> Any:
+        """Raises NotForShardsError for a result that may work with the optimizer when the call has ended."""
+        if isinstance(result, Iterator | contextlib.AbstractContextManager) or _holds(result, self.optimizer):
+            raise NotForShardsError(
+                "it returns a context manager, a generator, or a function or object that holds the optimizer, and may "
+                "use it later, when the groups hold whole parameters"
+            )
         return result
 
     def did_the_same(self, other: OptimizerCopy) -> bool:
@@ -221,10 +216,10 @@ class OptimizerCopy:
         return Found(tensors, others)
 
 
-def holds(result: Any, optimizer: Optimizer) -> bool:
+def _holds(result: Any, optimizer: Optimizer) -> bool:
     """Whether the result of a call is a function or an object, except the optimizer, that refers to the optimizer."""
     if isinstance(result, functools.partial):
-        return any(holds(part, optimizer) for part in (result.func, *result.args, *result.keywords.values()))
+        return any(_holds(part, optimizer) for part in (result.func, *result.args, *result.keywords.values()))
     if isinstance(result, types.FunctionType):
         cells = [cell for cell in result.__closure__ or () if cell != types.CellType()]
         held: list[Any] = [cell.cell_contents for cell in cells]
