@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from . import via_host
 from .children import ask_where, end_with_parent
 from .devices import DEVICES, Device
 
@@ -192,6 +193,8 @@ def _rank_main(
     try:
         device = DEVICES[place.kind]()
         device.take(number % place.num_gpus)
+        if place.way == "staged":
+            via_host.install()
         (_connect if place.has_group else _set_torchrun_variables)(place, number, device, connection.recv())
         result = function(Rank(number, place.size, place.way, device), *arguments)
         device.synchronize()

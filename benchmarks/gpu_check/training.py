@@ -20,8 +20,6 @@ from megastrategy.core.collectives import (
     BackendCollectives,
     Collectives,
     GlooCollectives,
-    ViaHostCollectives,
-    make_collectives,
 )
 from megastrategy.core.collectives.part_sums import bytes_of
 from megastrategy.core.collectives.process_groups import private_group
@@ -29,6 +27,7 @@ from megastrategy.core.layout.layout import BufferLayout
 
 from .models import Model, make_model, microbatch
 from .ranks import Rank
+from .via_host import ViaHostCollectives, make_collectives
 
 Options = tuple[tuple[str, Any], ...]
 Late = Literal["nothing", "results", "gradients", "one rank"]

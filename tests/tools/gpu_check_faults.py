@@ -20,13 +20,12 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu_check import children, command
+from benchmarks.gpu_check import children, command, via_host
 from benchmarks.gpu_check.context import Context
 from benchmarks.gpu_check.lines import Line, Verdict
 from benchmarks.gpu_check.ranks import Rank
 from benchmarks.gpu_check.sections import Section, failures, parity, work
 from megastrategy.core.collectives import BackendCollectives
-from megastrategy.core.collectives import via_host as via_host
 from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.core.collectives.interface import Collectives
 from megastrategy.core.collectives.single_rank import Done

@@ -326,7 +326,8 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
     from torch.cuda import _sanitizer
 
     from megastrategy.core.buffers.reduced_grad import ReducedGrad
-    from megastrategy.core.collectives import ViaHostCollectives
+
+    from ..via_host import ViaHostCollectives
 
     # It asks each argument for its address, takes null for a tensor without memory, and knows those by their ids.
     ReducedGrad.data_ptr = lambda grad: 0  # type: ignore[method-assign,assignment] # of this process

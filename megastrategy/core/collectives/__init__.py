@@ -1,7 +1,7 @@
 """Communication between ranks: the only folder that calls torch.distributed.
 
 ``interface`` is the class that the engine uses; ``backend`` (NCCL and others), ``gloo`` (with ``gloo_rings``, in a
-``worker``), ``via_host`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (several instances of the
+``worker``), ``single_rank``, ``instanced`` (several instances of the
 optimizer) and ``fake`` (for a rank without peers) implement it. ``replica_link`` is the class that connects replicas.
 """
 
@@ -42,7 +42,6 @@ from .process_groups import (
 from .rank_check import CALL_ON_EVERY_RANK, RankCheck
 from .replica_link import ReplicaLink
 from .single_rank import SingleRankCollectives
-from .via_host import ViaHostCollectives
 from .worker import Worker
 
 __all__ = [
@@ -87,8 +86,13 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     rank_check = RankCheck(known[1], group.rank(), group.size(), backend.options._timeout) if known else None
     # The backend for this device: a group may have gloo for the host and NCCL for the GPU.
     if backend.name() == "gloo":
-        hosts_own = GlooCollectives(group, rank_check)
-        return hosts_own if device.type == "cpu" else ViaHostCollectives(hosts_own, device)
+        if device.type != "cpu":
+            raise ValueError(
+                f"the process group sends tensors on {device.type} by gloo, which is for host memory: use the device's "
+                "own backend (init_process_group('nccl'), or Lightning's process_group_backend='nccl'), or train on "
+                "the CPU"
+            )
+        return GlooCollectives(group, rank_check)
     if device.type == "cpu":
         return BackendCollectives(group, rank_check)
     # A group may also have gloo, which is as good as another group.
@@ -114,8 +118,6 @@ def _like(every: Collectives, group: ProcessGroup) -> Collectives:
     """Returns the same kind of collectives over another group of the same ranks."""
     if isinstance(every, FakeCollectives):
         made: Collectives = FakeCollectives(group)
-    elif isinstance(every, ViaHostCollectives):
-        made = ViaHostCollectives(GlooCollectives(group, every.rank_check), every.device, every.streams)
     elif isinstance(every, BackendCollectives):
         made = BackendCollectives(group, every.rank_check, every.host if every.host is not every else None)
     else:

@@ -32,7 +32,6 @@ from .interface import Collectives, Handle
 from .part_sums import add_parts_
 from .process_groups import destroy_group, part_of_group
 from .rank_check import CALL_ON_EVERY_RANK
-from .via_host import ViaHostCollectives
 
 
 def shard_collectives(every: Collectives, domain: Domain, device: torch.device) -> Collectives:
@@ -64,9 +63,6 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
     if isinstance(every, FakeCollectives):
         destroy_group(across)  # nothing crosses between instances either
         return FakeCollectives(instance)
-    if isinstance(every, ViaHostCollectives):
-        host = make_instance_collectives(every.real, instance, across)
-        return ViaHostCollectives(host, every.device, every.streams, staging=every)
     if isinstance(every, GlooCollectives):
         return GlooInstanceCollectives(every, instance, across)
     return BackendInstanceCollectives(every, instance, across)
@@ -76,7 +72,6 @@ def destroy_instances(every: Collectives) -> None:
     """Ends the groups that :func:`shard_collectives` made."""
     # The groups end with their model; a group that is left open keeps its sockets until the process ends.
     for made in every.instances.values():
-        made = made.real if isinstance(made, ViaHostCollectives) else made
         if isinstance(made, InstanceCollectives):
             destroy_group(made.across)
         if isinstance(made, InstanceCollectives | FakeCollectives):

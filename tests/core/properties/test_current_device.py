@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives import BackendCollectives, GlooCollectives, ViaHostCollectives
+from megastrategy.core.collectives import BackendCollectives
 from megastrategy.core.collectives.instanced import BackendInstanceCollectives
 from megastrategy.core.trials.isolation import seed
 from tests.support.lazy_device import Event, LazyDevice, Stream
@@ -54,27 +54,6 @@ def test_sums_of_instances_are_waited_for_on_the_stream_of_the_models_device() -
         device.write(read, tensor)
         device.synchronize()
         assert read.tolist() == [7.0, 9.0]
-
-    run_ranks(1, run)
-
-
-def test_the_thread_that_stages_asks_events_on_the_streams_device() -> None:
-    """A thread begins on the first device, and a question there makes a context, with memory of its own."""
-    device, asked = LazyDevice(lazy_caller=True), list[Stream]()
-
-    class Asked(Event):
-        def query(self) -> bool:
-            asked.append(device.current_stream(None))
-            return super().query()
-
-    device.Event = Asked
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = ViaHostCollectives(GlooCollectives(group), torch.device("cpu"), device)
-        collectives.all_reduce(torch.ones(3), 1.0).wait()
-        assert asked
-        assert all(stream is collectives._stream for stream in asked)
-        collectives.close()
 
     run_ranks(1, run)
 

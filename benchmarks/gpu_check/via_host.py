@@ -1,4 +1,4 @@
-"""Collectives in host memory for tensors on an accelerator: for gloo without NCCL, and two ranks on one GPU.
+"""Collectives in host memory for tensors on an accelerator, so that two ranks share one GPU.
 
 [Note: collectives through host memory]
 Gloo and the rings read and write host memory, and know no streams. A thread runs the collectives in the order of their
@@ -14,6 +14,7 @@ behind the last one from it, and the host's part has ended before that.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from .. import devices
-from ..layout import Spans
-from .interface import Collectives, Handle, Watchdog
-from .rank_check import CALL_ON_EVERY_RANK
-from .worker import Worker
+from megastrategy.core import collectives as package
+from megastrategy.core import devices
+from megastrategy.core.collectives import CALL_ON_EVERY_RANK, Collectives, Handle, Worker, instanced
+from megastrategy.core.collectives.interface import Watchdog
+from megastrategy.core.layout import Spans
 
 _POLL_S = 5e-5
 """Between two checks whether the device has copied: a fifth of gloo's time for its smallest message."""
@@ -201,3 +203,56 @@ class _ViaHostHandle(Handle):
         self.ran_ns = self._future.result()
         # For every stream that waits: a reader on another one must not see incomplete results.
         self._then()
+
+
+# --- in place of the engine's own -------------------------------------------------------------------------------------
+
+_make_collectives = package.make_collectives
+_like = package._like
+_make_instance_collectives = instanced.make_instance_collectives
+_destroy_instances = instanced.destroy_instances
+
+
+def install() -> None:
+    """Lets the engine in this process send tensors on an accelerator by gloo. Elsewhere it refuses that."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "megastrategy"]
+    for original, other in (
+        (_make_collectives, make_collectives),
+        (_like, like),
+        (_make_instance_collectives, make_instance_collectives),
+        (_destroy_instances, destroy_instances),
+    ):
+        for module in modules:
+            for name in [name for name, value in vars(module).items() if value is original]:
+                setattr(module, name, other)
+
+
+def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
+    if device.type == "cpu" or group.size() == 1 or group._get_backend(device).name() != "gloo":
+        return _make_collectives(group, device)
+    real = _make_collectives(group, torch.device("cpu"))
+    return ViaHostCollectives(real, device)
+
+
+def like(every: Collectives, group: ProcessGroup) -> Collectives:
+    if not isinstance(every, ViaHostCollectives):
+        return _like(every, group)
+    return ViaHostCollectives(_like(every.real, group), every.device, every.streams)
+
+
+def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
+    if not isinstance(every, ViaHostCollectives):
+        return _make_instance_collectives(every, instance, across)
+    real = _make_instance_collectives(every.real, instance, across)
+    return ViaHostCollectives(real, every.device, every.streams, staging=every)
+
+
+def destroy_instances(every: Collectives) -> None:
+    if isinstance(every, ViaHostCollectives):
+        every.real.instances = {
+            key: made.real if isinstance(made, ViaHostCollectives) else made for key, made in every.instances.items()
+        }
+        every.instances.clear()
+        _destroy_instances(every.real)
+    else:
+        _destroy_instances(every)

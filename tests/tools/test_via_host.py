@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.gpu_check import via_host
+from benchmarks.gpu_check.via_host import ViaHostCollectives
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.collectives import Collectives, GlooCollectives, ViaHostCollectives, make_collectives
+from megastrategy.core.collectives import Collectives, GlooCollectives, make_collectives
 from megastrategy.core.errors import CollectiveError
-from tests.support.lazy_device import Event, LazyDevice
+from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks, try_ranks, with_instances
 from tests.support.training import Run, assert_same_bits, start_ours, train_with_ddp, train_with_ours
 
@@ -162,14 +164,16 @@ def test_a_rank_that_does_not_come_ends_the_others_with_a_reason() -> None:
 
 
 @pytest.mark.real_collectives("asks which these are")
-def test_they_are_taken_for_gloo_on_an_accelerator_and_for_nothing_else() -> None:
+def test_only_gloo_on_an_accelerator_is_staged() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         backend = group._get_backend(CPU)
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.GLOO, backend)
-        assert isinstance(make_collectives(group, CPU), GlooCollectives)
-        made = make_collectives(group, torch.device("cuda"))
+        assert isinstance(via_host.make_collectives(group, CPU), GlooCollectives)
+        made = via_host.make_collectives(group, torch.device("cuda"))
         assert isinstance(made, ViaHostCollectives)
         assert isinstance(made.real, GlooCollectives)
+        with pytest.raises(ValueError, match=r"sends tensors on cuda by gloo.*init_process_group\('nccl'\)"):
+            make_collectives(group, torch.device("cuda"))
 
     run_ranks(2, run)
 
@@ -181,3 +185,24 @@ def test_instances_made_by_hand_are_those_of_the_host() -> None:
         assert (instance.rank, instance.size, instance.is_rank_zero) == (rank % 2, 2, rank == 0)
 
     run_ranks(4, run)
+
+
+def test_the_thread_that_stages_asks_events_on_the_streams_device() -> None:
+    """A thread begins on the first device, and a question there makes a context, with memory of its own."""
+    device, asked = LazyDevice(lazy_caller=True), list[Stream]()
+
+    class Asked(Event):
+        def query(self) -> bool:
+            asked.append(device.current_stream(None))
+            return super().query()
+
+    device.Event = Asked
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = ViaHostCollectives(GlooCollectives(group), torch.device("cpu"), device)
+        collectives.all_reduce(torch.ones(3), 1.0).wait()
+        assert asked
+        assert all(stream is collectives._stream for stream in asked)
+        collectives.close()
+
+    run_ranks(1, run)
