@@ -347,8 +347,6 @@ def ours(name: str, about: str, **options: Any) -> EngineSpec:
 
 
 BASELINE = "ddp"
-_IN_16_BITS: Mapping[str, str] = MappingProxyType({"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"})
-_IN_8_BITS: Mapping[str, str] = MappingProxyType({"grad_wire_dtype": "int8", "param_wire_dtype": "int8"})
 _SPECS = (
     EngineSpec(name="bound", about="no communication: the plain module", kind="bound"),
     EngineSpec(name="bound-sharded", about="no communication, and 1/d of the optimizer step", kind="bound-sharded"),
@@ -412,19 +410,10 @@ _SPECS = (
     ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
     ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
     ours("ours-16-bit-grads", "gradients sent in bf16", grad_wire_dtype="bf16", only_dtype="fp32", rounds=True),
-    ours("ours-16-bits", "all sent in bf16", **_IN_16_BITS, only_dtype="fp32", rounds=True),
     ours(
-        "ours-16-bits-forward",
-        "all sent in bf16, gather under the forward",
-        **_IN_16_BITS,
-        overlap_param_gather="forward",
-        only_dtype="fp32",
-        rounds=True,
-    ),
-    ours(
-        "ours-8-bits-forward",
-        "all sent in int8, gather under the forward",
-        **_IN_8_BITS,
+        "ours-16-bit-grads-forward",
+        "gradients sent in bf16, gather under the forward",
+        grad_wire_dtype="bf16",
         overlap_param_gather="forward",
         only_dtype="fp32",
         rounds=True,

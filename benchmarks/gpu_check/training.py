@@ -256,17 +256,15 @@ def repeat_first_shard(module: nn.Module, layout: BufferLayout) -> None:
 
 
 def train_obviously(rank: Rank, recipe: Recipe, layouts: Sequence[BufferLayout] = ()) -> Trained:
-    """With nothing but an all-gather: the mean over ranks of fp32 gradients, and fp32 copies of 16-bit weights; or of
-    weights whose changes are sent rounded, as gradients are then."""
-    config = dict(recipe.config)
-    sent_grads, sent_weights = config.get("grad_wire_dtype"), config.get("param_wire_dtype")
+    """With nothing but an all-gather: the mean over ranks of fp32 gradients, and fp32 copies of 16-bit weights."""
+    sent_grads = dict(recipe.config).get("grad_wire_dtype")
     device, dtype = rank.device.torch_device, DTYPES[recipe.dtype]
     module = make_model(recipe.model, dtype).to(device)
     params = [param for param in module.parameters() if param.requires_grad]
     for param in params:
         param.grad_dtype = torch.float32  # a weight that is used twice: summed as it is accumulated
     mains = [nn.Parameter(param.detach().to(torch.float32, copy=True)) for param in params]
-    step_mains = _WithMains(params, mains, recipe.make_optimizer(mains), sent_weights).step
+    optimizer = recipe.make_optimizer(mains)
     losses = []
     for step in range(recipe.steps):
         _broadcast(rank, list(module.buffers()))
@@ -282,50 +280,18 @@ def train_obviously(rank: Rank, recipe: Recipe, layouts: Sequence[BufferLayout] 
         losses.append(float(loss.detach()))
         for main, grad in zip(mains, _means(rank, params, sums, sent_grads), strict=True):
             main.grad = grad
-        step_mains()
+        optimizer.step()
+        with torch.no_grad():
+            for param, main in zip(params, mains, strict=True):
+                param.copy_(main)
         if layouts:
             repeat_first_shard(module, layouts[step])
     return _trained(module, losses)
 
 
-class _WithMains:
-    """Steps fp32 copies of parameters, and gives the parameters what these become, or what can be sent of it."""
-
-    def __init__(
-        self, params: list[nn.Parameter], mains: list[nn.Parameter], optimizer: torch.optim.Optimizer, sent: str | None
-    ) -> None:
-        self.optimizer, self.sent = optimizer, sent
-        self.each = [(param, main, torch.zeros_like(main)) for param, main in zip(params, mains, strict=True)]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param, main, left_out in self.each if self.sent else ():
-            main.copy_(param + left_out)
-        self.optimizer.step()
-        for param, main, left_out in self.each:
-            if self.sent is None:
-                param.copy_(main)
-            elif main.grad is not None:
-                param.add_(_rounded(main - param, param, self.sent))
-                left_out.copy_(main - param)
-
-
-def _rounded(values: Tensor, param: Tensor, sent: str | None) -> Tensor:
-    """fp32 values of a parameter as they are read where they were sent as ``sent``."""
-    if sent is None:
-        return values
-    if sent != "int8":
-        return values.to({"bf16": torch.bfloat16, "fp16": torch.float16}[sent]).float()
-    as_param = torch.empty_strided(param.shape, param.stride(), device=param.device)  # blocks go by address
-    flat = as_param.copy_(values).as_strided((param.numel(),), (1,))
-    blocks = nn.functional.pad(flat, (0, -param.numel() % 64)).view(-1, 64)
-    scale = (blocks.abs().amax(1, keepdim=True) * (1 / 127)).clamp(min=2.0**-120).bfloat16().float()
-    flat.copy_(((blocks * (1 / scale)).round() * scale).view(-1)[: param.numel()])
-    return as_param
-
-
 def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None], sent: str | None) -> list[Tensor | None]:
     used = gather(rank, torch.tensor([grad is not None for grad in grads], dtype=torch.int64))
+    sent_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(sent or "")
     means: list[Tensor | None] = []
     for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if not any(int(flags[place]) for flags in used):
@@ -336,7 +302,7 @@ def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None], s
         if rank.way == "fake":
             means.append(own)
             continue
-        parts = [part * (1.0 / rank.size) for part in gather(rank, _rounded(own, param, sent))]
+        parts = [part * (1.0 / rank.size) for part in gather(rank, own if sent is None else own.to(sent_dtype).float())]
         means.append(sum(parts[1:], parts[0]).to(param.device))
     return means
 

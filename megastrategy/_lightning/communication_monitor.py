@@ -152,7 +152,7 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
     buffer, domain = layout.buffers[place.buffer], place.domain
     sent_numel = place.shard_numel * (domain.num_shards - 1)
     if kind is not EventKind.REDUCE_START:
-        return buffer.sent_weight_nbytes(sent_numel)
-    scattered, instances = buffer.sent_grad_nbytes(sent_numel), domain.num_instances
+        return sent_numel * buffer.dtype.itemsize
+    scattered, instances = sent_numel * buffer.grad_wire_dtype.itemsize, domain.num_instances
     all_reduced = 2 * (place.shard_numel // instances) * (instances - 1) * buffer.sum_dtype.itemsize
     return scattered + all_reduced

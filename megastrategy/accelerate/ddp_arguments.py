@@ -25,8 +25,7 @@ def translated_arguments(handler: Any, plugin: MegatronDDPPlugin, log: Callable[
     if {hook, sent} - {"fp16", "bf16"}:
         raise ValueError(
             f"DistributedDataParallelKwargs(comm_hook={hook}): this engine reduces the buckets, and knows FP16 and "
-            "BF16. Use one of these (and param_wire_dtype='bf16' of MegatronDDPPlugin, which halves the bytes "
-            "of new weights), or accelerate's own Accelerator"
+            "BF16. Use one of these, or accelerate's own Accelerator"
         )
     if not plugin.use_distributed_optimizer:
         raise ValueError(

@@ -54,7 +54,7 @@ from .module import (
     replace_meta,
 )
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
-from .shards import REMAINDER, gather_states, number_params, to_host
+from .shards import gather_states, number_params, to_host
 from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_ATTRIBUTES,
@@ -72,7 +72,6 @@ __all__ = [
     "EXTRA_FILE",
     "MARKER",
     "REDUCER_ATTRIBUTES",
-    "REMAINDER",
     "Bucket",
     "BufferLayout",
     "CheckpointError",

@@ -57,19 +57,12 @@ class DistributedDataParallelConfig:
     microbatch a step). Costs 4/d bytes a parameter. Needs ``grad_reduce_in_fp32=False`` and the distributed optimizer;
     fp32 gradients are sent as always."""
 
-    grad_wire_dtype: Literal["bf16", "fp16", "int8"] | None = None
+    grad_wire_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype in which gradients of more than 16 bits are sent. Each rank rounds its gradients once, when their
     bucket is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes
     of fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, overflows above 65,504 and rounds values
-    below 3e-8 to zero. ``"int8"`` sends a quarter, 8 bits each with a scale for 64. Costs 4/d bytes a parameter for the
-    sums. Gradients of 16 bits are sent as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
-
-    param_wire_dtype: Literal["bf16", "int8"] | None = None
-    """The dtype in which new fp32 weights are sent: each owner sends the rounded changes of its weights, and adds them
-    to its own weights as the others do, so all ranks have the same weights. The owner keeps the rounding errors, and
-    sends them with the next change. ``"bf16"`` is half the bytes of fp32; ``"int8"``, with a scale for 64, a quarter.
-    Costs 4/d bytes a parameter for the rounding errors, and 2 or 1 for changes in flight. Weights of 16 bits are sent
-    as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+    below 3e-8 to zero. Costs 4/d bytes a parameter for the sums. Gradients of 16 bits are sent as they are. Needs
+    ``use_distributed_optimizer``; of no effect on one rank."""
 
     offload_optimizer_states: bool = False
     """Keep an optimizer's per-element state in pinned host memory between steps: 8/d bytes a parameter less on the
@@ -195,7 +188,6 @@ CONTRADICTIONS = (
         "an all-reduce has no shard to sum into. Pass one of the two",
     ),
     Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
-    Contradiction("param_wire_dtype", *_NO_SHARDS, _NO_OWNER),
     Contradiction("offload_optimizer_states", *_NO_SHARDS, _WHOLE_STATE),
     Contradiction(
         "static_graph",
@@ -212,7 +204,6 @@ SHARD_OPTIONS = (
     "reduce_scatter_with_fp32_accumulation",
     "grad_buffer",
     "grad_wire_dtype",
-    "param_wire_dtype",
     "offload_optimizer_states",
 )
 """The options without a meaning if an instance is one rank, which shards nothing."""
@@ -220,8 +211,7 @@ SHARD_OPTIONS = (
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances", "check_replicas_every_n_steps")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
-    "grad_wire_dtype": (None, "bf16", "fp16", "int8"),
-    "param_wire_dtype": (None, "bf16", "int8"),
+    "grad_wire_dtype": (None, "bf16", "fp16"),
 }
 """The values of fields that are no switches."""
 

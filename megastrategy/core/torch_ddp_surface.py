@@ -29,7 +29,7 @@ _WIRE_DTYPES: Mapping[str, str | None] = {
 _HOOKS = (
     "buckets are reduced by this engine alone, which translates torch's fp16_compress_hook and bf16_compress_hook; "
     "other communication hooks and model averaging need strategy='ddp'. Fewer bytes on slow links: "
-    "grad_wire_dtype='bf16' and param_wire_dtype='bf16'"
+    "grad_wire_dtype='bf16'"
 )
 _REFUSED_DDP_ARGUMENTS = {
     "ddp_comm_hook": _HOOKS,

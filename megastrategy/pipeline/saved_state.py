@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import REMAINDER, Collectives, GroupState, NamedOptimizer, gather_states, number_params
+from ..core import Collectives, GroupState, NamedOptimizer, gather_states, number_params
 from ..errors import CheckpointError
 
 _HOST = torch.device("cpu")
@@ -71,7 +71,7 @@ class StageState(GroupState):
         return [{**group, **more, "params": members} for group, more, members in joined]
 
     def join_main_params(self, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        own = {name: {_TENSOR: value} for name, value in saved.items() if name == self._saved_name_in_model(name)}
+        own = {name: {_TENSOR: value} for name, value in saved.items() if name == self._name_in_model(name)}
         found = dict(gather_states(own, self._ranks.host, _HOST))
         if not self._ranks.is_rank_zero:
             return None
@@ -113,9 +113,8 @@ class StageState(GroupState):
     def divide_main_params(self, optimizer: NamedOptimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         found = dict(saved)
         for name in optimizer.names_by_id().values():
-            for own in (name, name + REMAINDER):
-                if (first := self._saved_name_in_model(own)) != own and first in saved:
-                    found[own] = saved[first]
+            if (first := self._name_in_model(name)) != name and first in saved:
+                found[name] = saved[first]
         return found
 
     def _join_names(self, by_stage: list[list[list[str]]]) -> list[list[str]]:
@@ -141,11 +140,6 @@ class StageState(GroupState):
             # order. A frozen parameter of the loss is on every stage, and counts once.
             whole.append(sorted(dict.fromkeys(itertools.chain(*of_stages)), key=self._layer_of))
         return whole
-
-    def _saved_name_in_model(self, name: str) -> str:
-        """Returns the name in the model of a main param, which may have the suffix of a remainder."""
-        plain = name.removesuffix(REMAINDER)
-        return self._name_in_model(plain) + name[len(plain) :]
 
 
 def _names_by_group(optimizer: NamedOptimizer) -> list[list[str]]:

@@ -160,9 +160,9 @@ class Recorder:
         layout = model.layout
         buffers = [layout.buffers[bucket.buffer] for bucket in layout.buckets]
         numels = [bucket.numel for bucket in layout.buckets]
-        self._reduced_bytes = [b.sent_grad_nbytes(n) for n, b in zip(numels, buffers, strict=True)]
+        self._reduced_bytes = [n * b.grad_wire_dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
         self._recorded = RecordedModel.of(model)
-        self._gathered_bytes = [b.sent_weight_nbytes(n) for n, b in zip(numels, buffers, strict=True)]
+        self._gathered_bytes = [n * b.dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
 
     def take(self) -> ModelEvents:
         """Returns the events so far."""

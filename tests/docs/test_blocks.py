@@ -89,7 +89,6 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         ("failures.md", 1, 2),
         ("reference/options.md", 0, 1),
         ("design/one_gradient.md", 0, 2),
-        ("design/wire.md", 0, 2),
         ("design/less_memory.md", 0, 2),
         ("fabric.md", 0, 2),
         ("accelerate.md", 0, 2),
@@ -108,7 +107,6 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         "a backward left out",
         "options refused",
         "events",
-        "rounded",
         "on the host",
         "Fabric",
         "Accelerate",
@@ -149,7 +147,6 @@ def test_no_block_is_left_out() -> None:
         "failures.md": 2,
         "options.md": 1,
         "one_gradient.md": 1,
-        "wire.md": 1,
         "less_memory.md": 1,
         "fabric.md": 1,
         "accelerate.md": 2,
@@ -158,7 +155,7 @@ def test_no_block_is_left_out() -> None:
         "planning.md": 1,
         "tutorial.md": 1,
     }
-    design = ("design/one_gradient.md", "design/wire.md", "design/less_memory.md")
+    design = ("design/one_gradient.md", "design/less_memory.md")
     for page in (
         "gradients.md",
         "failures.md",

@@ -44,7 +44,7 @@ _PLAYED = [
 CODE_IN_A_STEP = [code.name for code in _PLAYED if code.place != "after step"]
 CODE_AFTER_A_STEP = [code.name for code in _PLAYED if code.place == "after step"]
 
-NOT_WITH_CODE = {"param_wire_dtype", "static_graph", "check_for_nan_in_grad", "find_unused_parameters"}
+NOT_WITH_CODE = {"static_graph", "check_for_nan_in_grad", "find_unused_parameters"}
 """Options under which the reference is not torch DDP, or used parameters may not change."""
 
 Used = Literal["always", "odd steps", "rank 0", "never"]
@@ -167,14 +167,9 @@ class Case:
     def is_fp32(self) -> bool:
         return all(layer.dtype == "float32" for layer in self.layers)
 
-    def sends_changes(self, ranks: int) -> bool:
-        """Whether fp32 weights are what rounded changes made of them."""
-        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
-        return shards and self.config.param_wire_dtype is not None
-
     @property
     def has_reference_in_ddp(self) -> bool:
-        return self.is_fp32 and self.config.param_wire_dtype is None
+        return self.is_fp32
 
     @property
     def plays_code(self) -> bool:

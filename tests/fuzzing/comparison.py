@@ -21,7 +21,7 @@ from ..support.directories import saving_among_threads
 from ..support.ranks import RankError, run_ranks
 from ..support.training import assert_same_state
 from .cases import Action, Case, Freeze, Resume, Thaw
-from .players import REMAINDER, Clock, Emulation, OfTorchDDP, Ours, Player, Saved
+from .players import Clock, Emulation, OfTorchDDP, Ours, Player, Saved
 
 TORCHS_FAILURES = (
     "This indicates a bug in DDP implementation",
@@ -122,8 +122,6 @@ def several_default_buckets() -> contextlib.AbstractContextManager[Any]:
 def main_that_counts(saved: Saved, name: str) -> Tensor:
     """A load uses the weight if the main param does not round to it: the weight was changed since."""
     main = saved.main[name]
-    if name.endswith(REMAINDER):
-        return main
     weight = saved.weights[name]
     return torch.where(main.to(weight.dtype) == weight, main, weight.float())
 

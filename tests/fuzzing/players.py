@@ -50,7 +50,6 @@ CLIP_VALUE, CLIP_NORM = 1.5, 1e9  # a norm that is exceeded would scale by a rou
 LARGEST = 1.25  # of the norm of order infinity, which is exceeded
 INITIAL_SCALE, STEPS_TO_GROW = 16.0, 5  # up to 2**8 in a program: fp16 ends at 65,504
 LATE_S = 0.002
-REMAINDER = " (remainder)"
 CODE = {code.name: code for code in ROWS}
 
 _reading = threading.Lock()
@@ -340,8 +339,6 @@ class Emulation(Player):
         self.optimizer.register_step_post_hook(lambda *_: self.round())
         self.seen = [torch.zeros(3) for _ in range(ranks)]
         self.will_broadcast = True
-        fp32 = [weight for weight in self.model.weights if weight.dtype == torch.float32]
-        self.remainders = {id(weight): torch.zeros_like(weight) for weight in fp32 if case.sends_changes(ranks)}
 
     def backward(self, scale: float, synchronised: bool, infinite: int | None = None, code: str = "") -> None:
         assert not code, "rows are played by engines"
@@ -366,18 +363,11 @@ class Emulation(Player):
     def take_changes(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
             main.copy_(torch.where(weight != main.to(weight.dtype), weight.float(), main))
-            if id(weight) in self.remainders:
-                main.copy_(weight + self.remainders[id(weight)])
 
     @torch.no_grad()
     def round(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
-            if main.grad is None:
-                continue
-            if id(weight) in self.remainders:
-                weight.add_((main - weight).bfloat16())
-                self.remainders[id(weight)] = main - weight
-            else:
+            if main.grad is not None:
                 weight.copy_(main)
 
     def evaluate(self) -> None:
@@ -402,18 +392,12 @@ class Emulation(Player):
 
     def main(self) -> dict[str, Tensor]:
         pairs = zip(self.named_weights(), self.mains, strict=True)
-        mains = {n: main.detach().clone() for (n, w), main in pairs if w.dtype != torch.float32}
-        remainders = {f"{name}{REMAINDER}": self.remainders.get(id(weight)) for name, weight in self.named_weights()}
-        return mains | {name: left.detach().clone() for name, left in remainders.items() if left is not None}
+        return {n: main.detach().clone() for (n, w), main in pairs if w.dtype != torch.float32}
 
     def load(self, saved: Saved) -> None:
         super().load(saved)
         for name, main in self.named_mains():
             with torch.no_grad():
                 main.copy_(saved.main.get(name, saved.weights[name].float()))
-        for name, weight in self.named_weights():
-            if id(weight) in self.remainders:
-                left = saved.main.get(f"{name}{REMAINDER}")
-                self.remainders[id(weight)] = torch.zeros_like(weight) if left is None else left.clone()
         if self.case.buffer:
             self.seen = [saved.weights["seen"]] * self.ranks

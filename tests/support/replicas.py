@@ -207,7 +207,7 @@ def outcome_of(module: nn.Module, *optimizers: DistributedOptimizer) -> dict[str
         "weights": [param.detach().clone() for param in module.parameters()],
         "buffers": [buffer.clone() for buffer in module.buffers()],
         "state": [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)],
-        "main_params": [shard.main_param().clone() for each in shard_sets for shard in each.shards.values()],
+        "main_params": [shard.main.clone() for each in shard_sets for shard in each.shards.values()],
     }
 
 

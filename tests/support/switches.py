@@ -29,7 +29,6 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "find_unused_parameters": [True, False],
     "static_graph": [False, True],
     "grad_wire_dtype": [None, "bf16"],
-    "param_wire_dtype": [None, "bf16"],
     "offload_optimizer_states": [False, True],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
@@ -77,11 +76,6 @@ class Row:
         return self.config.grad_wire_dtype is not None and not self.grads_have_sixteen_bits
 
     @property
-    def sends_changes(self) -> bool:
-        """Whether changes of weights are sent, which are rounded."""
-        return self.config.param_wire_dtype is not None and self.dtype == torch.float32
-
-    @property
     def run(self) -> Run:
         """Chooses what is trained, so that torch DDP's result has to be met to the bit.
 
@@ -95,7 +89,7 @@ class Row:
         config, pooled = self.config, self.config.grad_buffer == "pooled"
         used = "same" if config.static_graph else "some" if config.find_unused_parameters else "all"
         options = (("lr", 0.01), ("weight_decay", 0.01))
-        if self.dtype == torch.float32 and self.num_ranks == 2 and not (self.rounds_grads or self.sends_changes):
+        if self.dtype == torch.float32 and self.num_ranks == 2 and not self.rounds_grads:
             return Run("AdamW", options, groups=3, accumulate=1 if pooled else 2, steps=6, used=used)
         in_bf16 = self.grads_have_sixteen_bits and not (pooled or config.reduce_scatter_with_fp32_accumulation)
         largest = 15 if in_bf16 else 127

@@ -37,8 +37,8 @@ RUNS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "bfloat16", {"offload_optimizer_states": True}),
     (2, "float32", {"use_distributed_optimizer": False}),
     (2, "float32", {"num_distributed_optimizer_instances": 2}),
-    (2, "float32", {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
-    (4, "float32", {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+    (2, "float32", {"grad_wire_dtype": "bf16"}),
+    (4, "float32", {"grad_wire_dtype": "bf16"}),
 ]
 
 

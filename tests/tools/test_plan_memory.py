@@ -85,7 +85,7 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
         (torch.float32, {"offload_optimizer_states": True}),
         (torch.bfloat16, {"offload_optimizer_states": True}),
         (torch.bfloat16, {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
-        (torch.float32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+        (torch.float32, {"grad_wire_dtype": "bf16"}),
         (torch.float32, {"num_distributed_optimizer_instances": 2}),
     ],
     ids=str,

@@ -124,7 +124,7 @@ def test_gathers_under_the_forward_are_waited_for_where_it_reads() -> None:
         ({}, 4, 8 * 3 / 4),
         ({"use_distributed_optimizer": False}, 4, 8 * 3 / 4),
         ({"num_distributed_optimizer_instances": 2}, 8, 8 * 3 / 4 + 2 * 4 / 4 / 2),
-        ({"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}, 4, 4 * 3 / 4),
+        ({"grad_wire_dtype": "bf16"}, 4, 6 * 3 / 4),
         ({"grad_buffer": "pooled"}, 4, 4 * 3 / 4 * 3 + 4 * 3 / 4),
     ],
     ids=str,

@@ -147,16 +147,13 @@ RECIPES: dict[str, Recipe] = {
     "whole-params": _recipe(how=_ADAFACTOR),
     "whole-params-forward": _recipe(how=_ADAFACTOR, overlap_param_gather="forward"),
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
-    "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16", param_wire_dtype="bf16"),
-    "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", param_wire_dtype="bf16", grad_buffer="pooled"),
+    "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16"),
+    "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", grad_buffer="pooled"),
     "offloaded": _recipe(offload_optimizer_states=True),
     "offloaded-bf16-forward": _recipe(
         how={"dtype": "bf16", **_SGD},
         offload_optimizer_states=True,
         overlap_param_gather="forward",
-    ),
-    "wire-8-bits-forward": _recipe(
-        how=_ADAFACTOR, grad_wire_dtype="int8", param_wire_dtype="int8", overlap_param_gather="forward"
     ),
 }
 """The promises of the page of options, once each."""

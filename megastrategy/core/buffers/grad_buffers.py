@@ -47,7 +47,6 @@ from torch.nn import Parameter
 from ..errors import ParameterChangedError
 from ..layout import BufferLayout, ParamSpec
 from ..module import LocalParts
-from ..wire import read_wire
 from .main_grads import has_main_grad, no_place_for_main_grad
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, RepresentedGrad
@@ -225,8 +224,7 @@ class GradBuffers(ABC):
 
     def find_nonfinite(self, bucket: int, check: FiniteCheck) -> None:
         """Checks this rank's gradients in a sealed bucket, before :meth:`piece_to_reduce`."""
-        sent = read_wire(self.piece_to_reduce(bucket, 0)[0], self.layout.buckets[bucket].numel)
-        check.check_bucket(sent, bucket, self.layout)
+        check.check_bucket(self.piece_to_reduce(bucket, 0)[0], bucket, self.layout)
 
     @abstractmethod
     def publish(self, bucket: int) -> None:

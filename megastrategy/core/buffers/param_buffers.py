@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from ..errors import ParameterChangedError
 from ..layout import BufferLayout, ChunkPlace, contiguous_stride
 from ..module import NOT_IN_BUFFER, LocalParts, is_in_shared_memory
-from ..wire import fill_no_change_, wire_numel, wire_part
 from .grad_buffers import check_unchanged, slice_storage, slice_view
 
 
@@ -20,13 +19,11 @@ class ParamBuffers:
 
     The parameters' memory moves into ``flats`` (1-D, the layout of the gradients) when this is made; values, shapes and
     strides stay. Weights in a chunk share a storage there (recurrent_weights' [Note: weights in one chunk]), and every
-    other parameter has a storage of its own. Where changes are sent instead of weights, ``changes`` is the memory for
-    them, of the same layout; everything in it is :data:`.wire.NO_CHANGE` except what is in flight.
-    :meth:`restore_params` gives parameters memory of their own again, except those that other code has moved out of
-    here (``module.double()``).
+    other parameter has a storage of its own. :meth:`restore_params` gives parameters memory
+    of their own again, except those that other code has moved out of here (``module.double()``).
 
     Args:
-        memory: by buffer, to be used for a while instead of new memory; no changes are sent from there.
+        memory: by buffer, to be used for a while instead of new memory.
     """
 
     def __init__(
@@ -41,7 +38,6 @@ class ParamBuffers:
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []
-        self.changes: list[Tensor | None] = []
         self._addresses: list[int] = []  # of the parameters, by index
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
@@ -57,11 +53,6 @@ class ParamBuffers:
                 self.flats.append(self._memory[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
             else:
                 self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
-            sent, changes = buffer.param_wire_dtype, None
-            if sent is not None and not self._memory:
-                changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
-                fill_no_change_(changes)
-            self.changes.append(changes)
         self._addresses += [0] * (len(self._parts) - first)
         for index in range(first, len(self._parts)):
             self._move_in(index)
@@ -78,18 +69,6 @@ class ParamBuffers:
         """Returns the bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
         place = self.layout.buckets[bucket]
         return self.flats[place.buffer][place.start : place.end]
-
-    def change(self, bucket: int) -> Tensor | None:
-        """Returns the changes of the bucket's parameters as they are sent, a 1-D view; None where weights are sent."""
-        place = self.layout.buckets[bucket]
-        changes = self.changes[place.buffer]
-        return None if changes is None else wire_part(changes, place.start, place.end)
-
-    def clear_changes(self) -> None:
-        """Sets all received changes, which were added to the weights, to :data:`.wire.NO_CHANGE`."""
-        for changes in self.changes:
-            if changes is not None:
-                fill_no_change_(changes)
 
     def recapture(self) -> None:
         """Moves back in the parameters that other code has re-pointed (``p.data = x``), with their present values.

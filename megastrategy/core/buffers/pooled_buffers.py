@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ..layout import NUM_STAGING_BUFFERS, Bucket, BufferLayout
 from ..module import LocalParts
-from ..wire import round_in_place
 from .grad_buffers import GradBuffers, copy_grad_
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
@@ -119,7 +118,7 @@ class PooledGradBuffers(GradBuffers):
 
     def find_nonfinite(self, bucket: int, check: FiniteCheck) -> None:
         # A finite gradient may be infinite in the 16 bits in which it is sent.
-        sent = self.layout.buffers[self.layout.buckets[bucket].buffer].staging_dtype
+        sent = self.layout.buffers[self.layout.buckets[bucket].buffer].grad_wire_dtype
         grads = {index: self._flatten(index, grad).to(sent) for index, grad in self._sealed[bucket].items()}
         check.check_grads(grads, self.layout)
 
@@ -133,7 +132,7 @@ class PooledGradBuffers(GradBuffers):
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
         plan = pieces[piece]
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
-        tensor = self._next_staging(plan.numel, buffer.staging_dtype)
+        tensor = self._next_staging(plan.numel, buffer.grad_wire_dtype)
         empty, filled, sources = list[Tensor](), list[Tensor](), list[Tensor]()
         for copy in plan.copies:
             grad = grads.get(copy.param) if copy.param is not None else None
@@ -152,8 +151,6 @@ class PooledGradBuffers(GradBuffers):
         # The last references: autograd's memory is freed here, which is the purpose of pooling.
         if piece == len(pieces) - 1:
             self._sealed[bucket] = {}
-        if buffer.staging_dtype != buffer.grad_wire_dtype:
-            tensor = round_in_place(tensor, buffer.grad_wire_dtype)
         first = self._buckets[bucket].shard[0]
         return tensor, self.reduced(bucket, first + plan.start, first + plan.end)
 

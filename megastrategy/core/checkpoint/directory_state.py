@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..layout import ParamSpec, contiguous_stride
 from ..module import CutParam
 from ..optimizer import ShardSet
-from ..shards import REMAINDER, FlatShard, ParamShard, as_saved, groups_as_saved, per_element_keys, saved_name
+from ..shards import FlatShard, ParamShard, as_saved, groups_as_saved, per_element_keys
 from ..trials import is_per_element
 from .directory_reader import OpenDirectory
 from .full_state import load_state
@@ -53,9 +53,8 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
     state, main_params = _tensors_to_write(shard_set, names, of_others, cut)
     groups = groups_as_saved(shard_set.inner, names)
     for name, value in shard_set.pending_main_params.items():
-        plain = name.removesuffix(REMAINDER)
-        if model.name_in_model(plain) == plain:
-            main_params[name] = _placed(value, None, None, cut.get(plain))
+        if model.name_in_model(name) == name:
+            main_params[name] = _placed(value, None, None, cut.get(name))
     for group in model.states:
         groups = group.join_groups(shard_set, groups)
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
@@ -93,7 +92,7 @@ def _tensors_to_write(
             for kind, value in values.items()
         }
         if index is not None and shard is not None and layout.has_separate_main(index):
-            main_params[saved_name(layout, index)] = _placed(shard.main, shard, spec, cut)
+            main_params[layout.params[index].name] = _placed(shard.main, shard, spec, cut)
     return {name: values for name, values in state.items() if values}, main_params
 
 
@@ -189,7 +188,7 @@ class _Targets:
         dtype, size = saved.properties.dtype, tuple(saved.size)
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype, device="cpu")
-        name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
+        name, what = str(place[2]), str(place[-1])
         if name in self.elsewhere:
             return None
         # Raised before anything is loaded: without this entry the rank would resume a different optimizer.
@@ -234,7 +233,7 @@ class _Targets:
 
     def _is_range(self, name: str) -> bool:
         """Returns True if each data-parallel rank has a range of the parameter."""
-        index = self.indices.get(name.removesuffix(REMAINDER))
+        index = self.indices.get(name)
         return index is not None and self.shard_set.is_cut(index)
 
 

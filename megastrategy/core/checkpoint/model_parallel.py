@@ -14,9 +14,8 @@ from torch.nn import Parameter
 
 from ..collectives import CALL_ON_EVERY_RANK
 from ..errors import CheckpointError
-from ..module import CutParam
 from ..optimizer import ShardSet
-from ..shards import MAIN_PARAMS, REMAINDER, STATE, entries_of_rank_zero, number_params, state_by_number
+from ..shards import MAIN_PARAMS, STATE, entries_of_rank_zero, number_params, state_by_number
 from .tensor_parallel import join_parts
 
 _MAIN = "main_param"
@@ -81,7 +80,7 @@ def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | N
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
     saved = gather()
     if saved is not None and (ranks := impl.engine.model_parallel.part_ranks) is not None:
-        cut = _cut_by_saved_name(impl)
+        cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
         joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
         saved = {name: kept[_MAIN] for name, kept in joined.items()} if joined is not None else None
     for group in impl.engine.model_parallel.states:
@@ -172,14 +171,11 @@ def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, 
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved
-    cut, parts = _cut_by_saved_name(impl), {name: local_parts.local_view(value) for name, value in saved.items()}
+    cut, parts = (
+        impl.engine.local_parts.cut_params(impl.engine.named_params()),
+        {name: local_parts.local_view(value) for name, value in saved.items()},
+    )
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
-
-
-def _cut_by_saved_name(impl: ShardSet) -> dict[str, CutParam]:
-    """Returns the parameters that are cut, under each name that their main params may have in a saved state."""
-    cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
-    return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 
 def require_everybody(impl: ShardSet, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..wire import read_wire, wire_part
 
 _SLICE_NUMEL = 2**16  # 256 kB in fp32: a slice of sums, total and addend stay in a core's second-level cache
-_DEVICE_SLICE_NUMEL = 2**24
 
 
 def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
@@ -21,22 +19,19 @@ def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: b
     to the previous value. The same bits on every kind of device. ``parts`` have the numbers of ``sums`` as they were
     sent, and are invalid afterwards."""
     if devices.is_on_host(sums.device):
-        _add_in_slices_(sums, parts, scale, scale_sum, _SLICE_NUMEL)
-    elif parts[0].dtype == torch.int8:  # read into wider temporaries, which slices limit
-        _add_in_slices_(sums, parts, scale, scale_sum, _DEVICE_SLICE_NUMEL)
+        _add_in_slices_(sums, parts, scale, scale_sum)
     else:
         _add_in_whole_(sums, parts, scale, scale_sum)
 
 
-def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool, numel: int) -> None:
-    """Adds slices of ``numel`` elements, which stay in a host's cache."""
-    for start in range(0, sums.numel(), numel):
-        end = min(start + numel, sums.numel())
-        place = slice(start, end)
+def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+    """Adds slices that stay in a host's cache."""
+    for start in range(0, sums.numel(), _SLICE_NUMEL):
+        place = slice(start, start + _SLICE_NUMEL)
         # Summed separately, then added: the sum over ranks has the same bits whatever sums contains already.
         total = torch.zeros_like(sums[place])
         for part in parts:
-            received = read_wire(wire_part(part, start, end), end - start)
+            received = part[place]
             # A power of two times 16 bits is exact, so it is added in one pass.
             if part.dtype != sums.dtype and (scale_sum or _is_power_of_two(scale)):
                 total.add_(received, alpha=1.0 if scale_sum else scale)

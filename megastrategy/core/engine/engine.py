@@ -373,10 +373,6 @@ class Engine:
         """
         if joining := indices - self.owners.rank_of.keys():
             self.owners = self.owners.extended_by(joining)
-            if self.param_buffers is not None:
-                # So far all elements of a bucket were overwritten; from now on changes are added to some of them.
-                self.param_gather.finish()
-                self.param_buffers.clear_changes()
         every = self.collectives.all_gather_objects(sorted(self.owners.rank_of.items()))
         if any(others != every[0] for others in every):
             raise LayoutMismatchError(

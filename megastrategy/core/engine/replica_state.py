@@ -190,12 +190,11 @@ class ReplicaState:
             ):
                 for name, tensor in own.items():
                     tensor.detach().copy_(theirs[name])
-            # First the weights, which some main params are stored as a difference to.
             for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load(theirs)
             if engine.param_buffers is not None:
                 for bucket in reversed(range(len(engine.layout.buckets))):
-                    engine.param_gather.start(bucket, exact=True)
+                    engine.param_gather.start(bucket)
                 engine.param_gather.finish()
         self._unstepped = None, []  # they have changed here
         engine.reducer.num_reductions[:] = state["reductions"]

@@ -35,17 +35,13 @@ from .layout import (
 )
 from .recurrent_weights import placement_units
 
-WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def wire_dtypes(
-    config: DistributedDataParallelConfig, dtype: torch.dtype, grad_dtype: torch.dtype
-) -> tuple[torch.dtype, torch.dtype | None]:
-    """Returns the dtypes in which gradients and changes of weights are sent: narrower ones only where that rounds."""
+def wire_dtype(config: DistributedDataParallelConfig, grad_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients are sent: a narrower one only where that rounds."""
     is_wide = grad_dtype.is_floating_point and grad_dtype.itemsize > 2
-    sent = WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
-    has_changes = config.param_wire_dtype is not None and dtype == torch.float32
-    return sent, WIRE_DTYPES[config.param_wire_dtype] if has_changes else None  # type: ignore[index]
+    return WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
 
 
 MIN_FIRST_BUCKET_NUMEL = 2**17
@@ -129,10 +125,10 @@ def build_layout(
     buffers = []
     for (dtype, grad_dtype, owners), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT_DTYPES else grad_dtype
-        sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
+        sent = wire_dtype(config, grad_dtype) if num_shards > 1 else grad_dtype
         # Pooled gradients need separate sums even if the dtypes agree: no gradient buffer exists to store them in.
         has_separate_sums = pooled or sum_dtype != sent
-        buffers.append(Buffer(dtype, grad_dtype, numel, owners, sum_dtype, has_separate_sums, sent, weights_sent))
+        buffers.append(Buffer(dtype, grad_dtype, numel, owners, sum_dtype, has_separate_sums, sent))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,

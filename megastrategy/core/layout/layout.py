@@ -25,12 +25,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..wire import wire_nbytes
 from .domain import Domain
 from .recurrent_weights import ChunkPlace
 
-# 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. It is also the size of
-# wire's int8 blocks, which two parameters, or two owners, must not share.
+# 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect.
 PARAM_ALIGNMENT_NUMEL = 64
 # Shards are aligned as well, for collectives and optimizers. NCCL moves data that does not start on 16 bytes element by
 # element, and Megatron-LM's lcm(dp_size, 128) by itself aligns a shard of 128 ranks to one element.
@@ -142,8 +140,7 @@ class Buffer:
 
     ``sum_dtype`` is that of reduced gradients. With ``has_separate_sums`` a rank's shards of these have memory of their
     own, to which each reduction adds; otherwise the sums replace the gradients in the buffer. Gradients are sent in
-    ``grad_wire_dtype``, changes of weights in ``param_wire_dtype`` (None where weights themselves are sent); int8 means
-    blocks (wire's [Note: int8 blocks]). ``sent_..._nbytes(n)`` is the size of n elements on the wire.
+    ``grad_wire_dtype``.
     """
 
     dtype: torch.dtype
@@ -153,19 +150,6 @@ class Buffer:
     sum_dtype: torch.dtype
     has_separate_sums: bool
     grad_wire_dtype: torch.dtype
-    param_wire_dtype: torch.dtype | None
-
-    @property
-    def staging_dtype(self) -> torch.dtype:
-        """The dtype of a piece before it is rounded for the wire: int8 blocks are written when the piece is
-        complete."""
-        return self.grad_dtype if self.grad_wire_dtype == torch.int8 else self.grad_wire_dtype
-
-    def sent_grad_nbytes(self, numel: int) -> int:
-        return wire_nbytes(numel, self.grad_wire_dtype)
-
-    def sent_weight_nbytes(self, numel: int) -> int:
-        return wire_nbytes(numel, self.param_wire_dtype or self.dtype)
 
     @property
     def shard_numel(self) -> int:
@@ -245,13 +229,9 @@ class BufferLayout:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None
 
-    def sends_weight_changes(self, param: int) -> bool:
-        """Whether weights are sent as rounded changes; see param_shard's [Note: remainders of sent changes]."""
-        return self.buffers[self.slots[param].buffer].param_wire_dtype is not None
-
     def has_separate_main(self, param: int) -> bool:
         """Whether the optimizer steps different memory than the weights."""
-        return self.params[param].has_main_param or self.sends_weight_changes(param)
+        return self.params[param].has_main_param
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -273,14 +253,18 @@ class BufferLayout:
     @property
     def staging_nbytes(self) -> list[int]:
         """The bytes of each staging buffer, which has the size of the largest piece."""
-        nbytes = [numel * buffer.staging_dtype.itemsize for buffer, numel in self._piece_numels()]
+        nbytes = [numel * buffer.grad_wire_dtype.itemsize for buffer, numel in self._piece_numels()]
         return _largest_for_each_of(nbytes, NUM_STAGING_BUFFERS) if self.is_pooled else []
 
     @property
     def received_nbytes(self) -> list[int]:
         """The bytes of the buffers for parts that are summed in a wider dtype; see part_exchange's [Note: receive
         buffers]."""
-        nbytes = [buffer.sent_grad_nbytes(numel) for buffer, numel in self._piece_numels() if buffer.has_separate_sums]
+        nbytes = [
+            numel * buffer.grad_wire_dtype.itemsize
+            for buffer, numel in self._piece_numels()
+            if buffer.has_separate_sums
+        ]
         return _largest_for_each_of(nbytes, NUM_RECEIVE_BUFFERS)
 
     def _piece_numels(self) -> Iterator[tuple[Buffer, int]]:

@@ -55,8 +55,6 @@ def memory_use(
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
-    # Changes of weights, while they are sent.
-    param_bytes += sum(b.sent_weight_nbytes(b.numel) for b in layout.buffers if b.param_wire_dtype is not None)
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     grad_bytes = 0
@@ -102,15 +100,13 @@ def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
     instance.
 
     Args:
-        rounded: in the wire's dtypes, or in the dtypes of gradients and weights.
+        rounded: gradients in the wire's dtype, or in their own.
     """
     nbytes = 0
     for buffer in layout.buffers:
         numel = buffer.shard_numel * (buffer.domain.num_shards - 1)
-        if rounded:
-            nbytes += buffer.sent_grad_nbytes(numel) + buffer.sent_weight_nbytes(numel)
-        else:
-            nbytes += numel * (buffer.grad_dtype.itemsize + buffer.dtype.itemsize)
+        sent = buffer.grad_wire_dtype if rounded else buffer.grad_dtype
+        nbytes += numel * (sent.itemsize + buffer.dtype.itemsize)
     return nbytes
 
 

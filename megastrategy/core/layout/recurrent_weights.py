@@ -44,10 +44,9 @@ def find_weight_chunks(
     """Finds weights of recurrent layers that share one chunk of memory, by ``id`` of the parameter.
 
     Finds a layer only if all of its weights are in ``params``: a frozen one, or one of a different dtype, would leave a
-    gap in the chunk that no rank fills. Finds none where weights stay in the module's memory, or are sent in int8
-    blocks, which contain numbers of one parameter each (wire's [Note: int8 blocks]).
+    gap in the chunk that no rank fills. Finds none where weights stay in the module's memory.
     """
-    if not config.use_distributed_optimizer or "int8" in (config.grad_wire_dtype, config.param_wire_dtype):
+    if not config.use_distributed_optimizer:
         return {}
     joining = {id(param) for param in params}
     found: dict[int, ChunkPlace] = {}

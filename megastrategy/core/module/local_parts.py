@@ -10,7 +10,7 @@ If a dimension does not divide, tensor ranks have parts of different sizes (a vo
 Layouts by these sizes would put the elements of a replicated parameter at different offsets, in shards of different
 owners. A ring adds the gradients of three or more ranks in an order that depends on the owner, so replicas would get
 different last bits and drift apart without an error. Therefore each parameter reserves the size of its largest part,
-and all tensor ranks have one layout: offsets, buckets, owners, and the blocks in which ``grad_wire_dtype`` rounds. They
+and all tensor ranks have one layout: offsets, buckets and owners. They
 also agree on the order of buckets that a backward shows.
 """
 

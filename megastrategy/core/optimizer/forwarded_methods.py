@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import OptimizerNotShardableError
-from ..shards import begin_step, drop_remainders
+from ..shards import take_outside_changes
 from ..trials import Call, Effect, NotForShardsError, looks_at_tensors, try_call
 from .shard_set import ShardSet
 from .unsharded_step import main_params_with_grads
@@ -148,26 +148,18 @@ def _call_on_shards(shard_set: ShardSet, name: str, call: Call, *, moves: bool) 
             "offload_optimizer_states keeps that on the host between steps. Leave this option out"
         )
     with torch.no_grad():
-        try:
-            for shard, weights in mains:
-                # Weights may have been written since the last step; a method on stale main params would revert that.
-                begin_step(shard.main, weights, keeps_remainder=shard.keeps_remainder)
-            with shard_set.groups_of_shards():
-                result = call(shard_set.inner)
-            for shard, weights in mains:
-                # The gather below sends exact weights, not changes, so no remainder is left.
-                if moves:
-                    weights.copy_(shard.main)
-                if shard.keeps_remainder:
-                    shard.main.sub_(weights)
-        except BaseException:
-            drop_remainders((shard.main, shard.keeps_remainder) for shard, _ in mains)
-            raise
+        for shard, weights in mains:
+            # Weights may have been written since the last step; a method on stale main params would revert that.
+            take_outside_changes(shard.main, weights, weights.dtype)
+        with shard_set.groups_of_shards():
+            result = call(shard_set.inner)
         if not moves:
             return result
+        for shard, weights in mains:
+            weights.copy_(shard.main)
     # A rank may own nothing of a bucket that others have changed, so all buckets are gathered.
     for bucket in sorted({shard_set.layout.slots[index].bucket for index in indices}, reverse=True):
-        shard_set.start_gather(bucket, indices, exact=True)
+        shard_set.start_gather(bucket, indices)
     engine.param_gather.finish()
     # Autograd did not see the weights change in the buffer: a backward through an earlier graph must raise.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])

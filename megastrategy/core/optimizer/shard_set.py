@@ -285,12 +285,12 @@ class ShardSet(ShardHolder):
                 "was passed to it"
             )
 
-    def start_gather(self, bucket: int, indices: Sequence[int], *, exact: bool = False) -> None:
+    def start_gather(self, bucket: int, indices: Sequence[int]) -> None:
         """Starts to gather the new weights of a bucket; ``indices``: of this optimizer's parameters.
 
         In a bucket that contains whole parameters only these are sent: the rest is another optimizer's.
         """
-        self.engine.param_gather.start(bucket, self.whole.spans(bucket, indices), exact=exact)
+        self.engine.param_gather.start(bucket, self.whole.spans(bucket, indices))
 
     # --- saved and loaded --------------------------------------------------------------------------------------------
 
@@ -339,8 +339,7 @@ class ShardSet(ShardHolder):
         names, sharded = self.names_by_id(), {id(self.engine.params[index]) for index in self._with_shards}
         params, part_of = {id(param): param for param in self.params()}, self.engine.local_parts.local_view
         waiting = {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - sharded}
-        remainders = self.sharded and self.engine.config.param_wire_dtype is not None
-        return pending_main_params(main_params, waiting, with_remainders=remainders)
+        return pending_main_params(main_params, waiting)
 
     # --- given back --------------------------------------------------------------------------------------------------
 

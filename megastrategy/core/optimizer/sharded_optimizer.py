@@ -28,14 +28,12 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ..engine import Engine
 from ..errors import CollectiveError
 from ..events import EventKind
-from ..shards import FlatRun, begin_step, drop_remainders, end_step
+from ..shards import FlatRun, take_outside_changes
 from ..trials import Findings, LaterTrials, StepArguments
-from ..wire import wire_part
 from .optimizer_checks import check_main_params, not_shardable, sending_nothing
 from .replica_state import OptimizerState
 from .shard_set import ShardSet
@@ -291,8 +289,6 @@ class ShardedOptimizer:
         except BaseException:
             with contextlib.suppress(CollectiveError):
                 for bucket in buckets:
-                    if (change := engine.param_buffers.change(bucket)) is not None:
-                        change.zero_()  # it is the last step's, and no weight has changed
                     self.shard_set.start_gather(bucket, begun.indices)
                 engine.param_gather.finish()
             raise
@@ -393,26 +389,9 @@ class ShardedOptimizer:
     @contextlib.contextmanager
     def _main_params_loaded(self, runs: Sequence[Steppable]) -> Iterator[None]:
         """On entry copies outside changes of weights into main params; on exit writes these back into the weights."""
-        begun: list[tuple[Steppable, Tensor]] = []
-        try:
-            for run in runs:
-                if run.weights is not None:
-                    begun.append((run, run.weights))
-                    begin_step(run.main, run.weights, keeps_remainder=run.keeps_remainder)
-            yield
-            while begun:
-                run, weights = begun[-1]
-                end_step(run.main, weights, self._change_of(run))
-                begun.pop()
-        finally:
-            # A failed step is lost where the weights did not get it: the next step begins with the weights.
-            drop_remainders((run.main, run.keeps_remainder) for run, _ in begun)
-
-    def _change_of(self, run: Steppable) -> Tensor | None:
-        """Returns the place from which the change of a run's weights is sent; None if the weights are sent."""
-        buffers = self.engine.param_buffers
-        assert buffers is not None, "sharded"
-        if (change := buffers.change(run.bucket)) is None:
-            return None
-        start = run.start - self.shard_set.layout.buckets[run.bucket].start
-        return wire_part(change, start, start + run.main.numel())
+        with_weights = [(run.main, run.weights) for run in runs if run.weights is not None]
+        for main, weights in with_weights:
+            take_outside_changes(main, weights, weights.dtype)
+        yield
+        for main, weights in with_weights:
+            weights.copy_(main)

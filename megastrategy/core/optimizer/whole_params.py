@@ -71,10 +71,6 @@ class WholeParam:
         return None if self.shard.main is self.shard.weights else self.shard.weights
 
     @property
-    def keeps_remainder(self) -> bool:
-        return self.shard.keeps_remainder
-
-    @property
     def tensors(self) -> list[Tensor]:
         return [self.shard.main]
 
@@ -155,10 +151,8 @@ class WholeParams:
             spec, slot = engine.layout.params[index], engine.layout.slots[index]
             flat = engine.param_buffers.flats[slot.buffer]
             weights = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
-            main, keeps_remainder = weights, engine.layout.sends_weight_changes(index)
-            if engine.layout.has_separate_main(index):
-                main = torch.zeros_like(weights) if keeps_remainder else weights.to(torch.float32, copy=True)
-            shards[index] = ParamShard(index, 0, spec.numel, main, weights, keeps_remainder=keeps_remainder)
+            main = weights.to(torch.float32, copy=True) if engine.layout.has_separate_main(index) else weights
+            shards[index] = ParamShard(index, 0, spec.numel, main, weights)
         return shards
 
     def spans(self, bucket: int, indices: Sequence[int]) -> Spans | None:

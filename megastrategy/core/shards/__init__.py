@@ -4,11 +4,10 @@ from .flat_run import FlatRun, build_runs, cut_shards
 from .flat_shard import FlatShard
 from .gathered_state import Gather, gather_main_params, gather_state_dict, number_params, state_by_number
 from .host_copies import to_host
-from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
+from .param_shard import ParamShard, take_outside_changes
 from .pickled_states import entries_of_rank_zero, gather_states
 from .saved_state import (
     MAIN_PARAM,
-    REMAINDER,
     as_saved,
     copied,
     cut_value,
@@ -16,7 +15,6 @@ from .saved_state import (
     load_main_params,
     pending_main_params,
     per_element_keys,
-    saved_name,
     shard_state,
 )
 from .state_fragments import MAIN_PARAMS, STATE, Fragment, StateFragments
@@ -24,7 +22,6 @@ from .state_fragments import MAIN_PARAMS, STATE, Fragment, StateFragments
 __all__ = [
     "MAIN_PARAM",
     "MAIN_PARAMS",
-    "REMAINDER",
     "STATE",
     "FlatRun",
     "FlatShard",
@@ -33,13 +30,10 @@ __all__ = [
     "ParamShard",
     "StateFragments",
     "as_saved",
-    "begin_step",
     "build_runs",
     "copied",
     "cut_shards",
     "cut_value",
-    "drop_remainders",
-    "end_step",
     "entries_of_rank_zero",
     "gather_main_params",
     "gather_state_dict",
@@ -49,7 +43,6 @@ __all__ = [
     "number_params",
     "pending_main_params",
     "per_element_keys",
-    "saved_name",
     "shard_state",
     "state_by_number",
     "take_outside_changes",

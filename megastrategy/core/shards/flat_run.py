@@ -25,7 +25,6 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..buffers import slice_view
@@ -51,7 +50,6 @@ class FlatRun:
         weights: the weights that ``main`` is the main param of; None if ``main`` is the weights themselves.
         grad: the reduced gradients, in the gradient dtype.
         names: the names of element-wise state: one set for all runs of an optimizer, which grows.
-        keeps_remainder: see param_shard's [Note: remainders of sent changes].
         times: how often its parameters are in their group: one that is listed twice is stepped twice.
     """
 
@@ -63,7 +61,6 @@ class FlatRun:
     weights: Tensor | None
     grad: Tensor
     names: set[str]
-    keeps_remainder: bool
     times: int
 
     def __post_init__(self) -> None:
@@ -234,17 +231,17 @@ def cut_shards(
         buffer, base = slots[members[0]].buffer, 0
         flat = flats[buffer]
         # 16-bit weights: the shard is a view of an fp32 copy. Other shards are views of the param buffer.
-        is_apart, keeps_remainder = layout.has_separate_main(members[0]), layout.sends_weight_changes(members[0])
+        is_apart = layout.has_separate_main(members[0])
         if is_apart:
             base = owned[members[0]][0]
             weights = flat[base : owned[members[-1]][1]]
-            flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
+            flat = weights.float()
         for index in members:
             (start, end), slot = owned[index], slots[index]
             weights = slice_view(flats[buffer], start, (end - start,), (1,), end - start)
             main = slice_view(flat, start - base, (end - start,), (1,), end - start)
             place = start - slot.start, end - slot.start
-            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder)
+            shards[index] = ParamShard(index, *place, main, weights, flat, start - base)
     return shards
 
 
@@ -312,7 +309,6 @@ def build_runs(
                 flat_slice(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
                 names,
-                first.keeps_remainder,
                 times[first.param],
             )
         )

@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout, Domain
 from .host_copies import to_host
 from .pickled_states import gather_states, gather_states_everywhere
-from .saved_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
+from .saved_state import MAIN_PARAM, as_saved, groups_as_saved
 from .state_fragments import Description, Keys, StateFragments, agreed_keys
 
 
@@ -144,7 +144,7 @@ def gather_main_params(params: Collection[int], parts: StateFragments, gather: G
                 main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
         if parts.whole is not None:
             main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole_params(parts.whole)}
-    return {saved_name(layout, index): main_params[index] for index in sorted(main_params)}
+    return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
 
 class _Scratch:

@@ -17,14 +17,6 @@ from .param_shard import ParamShard
 
 MAIN_PARAM = "(main param)"
 """The name of a parameter's fp32 main param, beside the names of its state."""
-REMAINDER = " (remainder)"
-
-
-def saved_name(layout: BufferLayout, param: int) -> str:
-    """Returns the name of a saved main param. Remainders have a different name than fp32 values of 16-bit weights, so
-    that a model with other options does not load one as the other."""
-    name = layout.params[param].name
-    return name + REMAINDER if layout.sends_weight_changes(param) else name
 
 
 def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
@@ -34,22 +26,18 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         CheckpointError: if a shape does not fit, before anything is changed.
     """
     for index, spec in enumerate(layout.params):  # also for shards of other ranks, so that all ranks raise
-        if layout.has_separate_main(index) and (name := saved_name(layout, index)) in main_params:
-            _check_shape(main_params[name], "main_param", spec.name, spec.shape)
+        if layout.has_separate_main(index) and spec.name in main_params:
+            _check_shape(main_params[spec.name], "main_param", spec.name, spec.shape)
     parts: list[tuple[ParamShard, Tensor]] = []
     for index, shard in shards.items():
-        spec, name = layout.params[index], saved_name(layout, index)
-        if layout.has_separate_main(index) and name in main_params:
-            parts.append((shard, cut_value(main_params[name], spec, shard, "main_param", {"main_param"})))
-        elif shard.keeps_remainder:  # they belong to weights that are gone
-            parts.append((shard, torch.zeros_like(shard.main)))
+        spec = layout.params[index]
+        if layout.has_separate_main(index) and spec.name in main_params:
+            parts.append((shard, cut_value(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
     for shard, saved in parts:  # all of them fit, or one has raised above
         shard.main.copy_(saved)
 
 
-def pending_main_params(
-    main_params: Mapping[str, Tensor], params: Mapping[str, Tensor], *, with_remainders: bool
-) -> dict[str, Tensor]:
+def pending_main_params(main_params: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies the saved main params of ``params``, parameters that have no shards yet.
 
     Raises:
@@ -57,8 +45,8 @@ def pending_main_params(
     """
     to_come = {}
     for name, value in main_params.items():
-        param = params.get(name.removesuffix(REMAINDER))
-        if param is not None and (with_remainders if name.endswith(REMAINDER) else param.dtype in SIXTEEN_BIT_DTYPES):
+        param = params.get(name)
+        if param is not None and param.dtype in SIXTEEN_BIT_DTYPES:
             _check_shape(value, "main_param", name, tuple(param.shape))
             to_come[name] = value.clone()
     return to_come

@@ -36,7 +36,7 @@ since smaller slices would not fill its kernels."""
 class StepSlice:
     """A slice of a run, in a step. Its state is on the device while :meth:`StateStorage.on_device` is open.
 
-    ``bucket``, ``group``, ``start``, ``times``, ``main``, ``weights`` and ``keeps_remainder`` are as in a run.
+    ``bucket``, ``group``, ``start``, ``times``, ``main`` and ``weights`` are as in a run.
     """
 
     def __init__(self, in_step: _RunInStep, span: Span) -> None:
@@ -46,7 +46,6 @@ class StepSlice:
         # Not the run's tensor, which is the key of the state on the host.
         self.main = flat_slice(run.main, span)
         self.weights = None if run.weights is None else flat_slice(run.weights, span)
-        self.keeps_remainder = run.keeps_remainder
         self.tensors = [self.main]
 
     def set_grad(self) -> None:

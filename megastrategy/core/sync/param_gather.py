@@ -28,7 +28,6 @@ from ..collectives import Collectives, Handle
 from ..errors import CollectiveError
 from ..events import EventKind, Listener, emit, profiler_range
 from ..layout import Domain, Spans
-from ..wire import add_changes_, wire_span
 
 
 class ParamGather:
@@ -50,7 +49,6 @@ class ParamGather:
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
-        self._sent_changes: dict[int, Spans | None] = {}  # by bucket, the spans of a change that is under way
         self._loops_stream: Any = None  # on which the gathers were started
         self.missing: set[int] = set()
         self._bucket_of: dict[int, int] = {}  # by id of a parameter that has not arrived yet
@@ -61,24 +59,17 @@ class ParamGather:
         self._num_held = -1  # number of parameters at the last search
         self._lock = threading.RLock()  # any thread may read a parameter first
 
-    def start(self, bucket: int, spans: Spans | None = None, *, exact: bool = False) -> None:
+    def start(self, bucket: int, spans: Spans | None = None) -> None:
         """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
 
         The last buckets contain the first layers, which the next forward needs first: start them first.
 
-        Args:
-            spans: by rank, the elements that it sends; None for equal parts.
-            exact: whether to send weights although changes of weights are usually sent.
+        ``spans``: by rank, the elements that it sends; None for equal parts.
         """
         emit(self._listener, EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
             flat = self._buffers.bucket(bucket)
             self._loops_stream = devices.current_stream(flat.device)
-            if not exact and (change := self._buffers.change(bucket)) is not None:
-                self._sent_changes[bucket] = spans
-                flat = change
-                if spans is not None:
-                    spans = [[wire_span(start, end, flat.dtype) for start, end in parts] for parts in spans]
             ranks = self._owners(bucket)
             self._handles[bucket] = ranks.all_gather(flat) if spans is None else ranks.gather_spans(flat, spans)
         self.missing.discard(bucket)
@@ -143,7 +134,6 @@ class ParamGather:
             with profiler_range("wait for weights"):
                 for bucket in buckets:
                     self._handles[bucket].wait()
-                    self._add_changes(bucket)
                     # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
                     # forward would otherwise read weights for which its own stream has not waited.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)
@@ -160,18 +150,6 @@ class ParamGather:
             raise
         finally:
             emit(self._listener, EventKind.WAIT_END, 1)
-
-    def _add_changes(self, bucket: int) -> None:
-        """Adds the changes that other ranks have sent to the weights, which contain this rank's own already."""
-        if bucket not in self._sent_changes:
-            return
-        spans, rank = self._sent_changes.pop(bucket), self._owners(bucket).rank
-        weights, change = self._buffers.bucket(bucket), self._buffers.change(bucket)
-        assert change is not None, "it was sent"
-        numel = self._buffers.layout.buckets[bucket].shard_numel
-        own = [(rank * numel, (rank + 1) * numel)] if spans is None else spans[rank]
-        with torch.no_grad():
-            add_changes_(weights, change, own, is_even=spans is None)
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):

@@ -31,7 +31,7 @@ class RankMemory:
         weight_bytes: of trainable parameters, and of what they change by where that is sent.
         frozen_bytes: of frozen parameters and the modules' buffers.
         grad_bytes: of gradients, between steps.
-        main_param_bytes: of fp32 copies of 16-bit weights, and of remainders.
+        main_param_bytes: of fp32 copies of 16-bit weights.
         state_bytes: of the optimizers' state.
         exchange_bytes: of what other ranks send while a backward runs, where ranks add it up themselves.
         activation_bytes: the most temporaries at once, with the batch: saved tensors, staging buffers, scratch of the
@@ -113,7 +113,6 @@ _OPTIONS: Sequence[tuple[str, dict[str, object], bool]] = (
     ("offload_optimizer_states=True", {"offload_optimizer_states": True}, False),
     ("grad_reduce_in_fp32=False", {"grad_reduce_in_fp32": False}, False),
     ("num_distributed_optimizer_instances=1", {"num_distributed_optimizer_instances": 1}, False),
-    ("param_wire_dtype=None", {"param_wire_dtype": None}, False),
 )
 
 

@@ -178,9 +178,9 @@ class Schedule:
         for numel in [(end - start) * shards for start, end in layout.pieces(bucket)]:
             if shards == 1:
                 link = outer if self.network.between_instances else self.network.link
-                found.append((_ring(link, ranks, 2, buffer.sent_grad_nbytes(numel)),))
+                found.append((_ring(link, ranks, 2, numel * buffer.grad_wire_dtype.itemsize),))
                 continue
-            phases = [_ring(self.network.link, shards, 1, buffer.sent_grad_nbytes(numel))]
+            phases = [_ring(self.network.link, shards, 1, numel * buffer.grad_wire_dtype.itemsize)]
             if instances > 1:
                 shard_nbytes = numel // shards * buffer.sum_dtype.itemsize
                 phases.append(_ring(outer, instances, 2, shard_nbytes))
@@ -188,7 +188,7 @@ class Schedule:
         return found
 
     def gather(self, bucket: Bucket) -> tuple[Phase, ...]:
-        nbytes = self.layout.buffers[bucket.buffer].sent_weight_nbytes(bucket.numel)
+        nbytes = bucket.numel * self.layout.buffers[bucket.buffer].dtype.itemsize
         return (_ring(self.network.link, bucket.domain.num_shards, 1, nbytes),)
 
     def _agreement(self) -> tuple[Phase, ...]:

@@ -92,10 +92,9 @@ class Training:
     [
         (torch.float32, {}),
         (torch.bfloat16, {}),
-        (torch.float32, {"param_wire_dtype": "bf16"}),
         (torch.bfloat16, {"use_distributed_optimizer": False}),
     ],
-    ids=["fp32", "bf16", "remainders", "bf16-whole"],
+    ids=["fp32", "bf16", "bf16-whole"],
 )
 @pytest.mark.parametrize("loads", ["frozen", "joined"])
 @pytest.mark.parametrize("directory", [False, True])

@@ -126,7 +126,7 @@ CASES = {
     "gathered after the step": Case(options={"overlap_param_gather": False}),
     "gathered under forward": Case(options={"overlap_param_gather": "forward"}, schedule=True),
     "fp32 sums": Case(options=SUMS, **BF16),
-    "rounded for the wire": Case(options={"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+    "rounded for the wire": Case(options={"grad_wire_dtype": "bf16"}),
     "bf16 gradients": Case(options={"grad_reduce_in_fp32": False}, **BF16),
     "each parameter its bucket": Case(options={"bucket_size": 1}),
     "static graph": Case(options={"static_graph": True}),

@@ -40,7 +40,6 @@ def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> Buff
         grad_reduce_in_fp32=model.config.grad_reduce_in_fp32,
         reduce_scatter_with_fp32_accumulation=model.config.reduce_scatter_with_fp32_accumulation,
         grad_wire_dtype=model.config.grad_wire_dtype,
-        param_wire_dtype=model.config.param_wire_dtype,
         offload_optimizer_states=model.config.offload_optimizer_states,
     )
     return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.engine.params)))
@@ -115,7 +114,7 @@ F32, BF16 = torch.float32, torch.bfloat16
         (momentum, F32, {"overlap_param_gather": "forward"}),
         (groups, BF16, {"overlap_param_gather": "forward"}),
         (groups, BF16, SUMS),
-        (adamw, F32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
+        (adamw, F32, {"grad_wire_dtype": "bf16"}),
         (momentum, BF16, {"offload_optimizer_states": True}),
         (adamw, BF16, {"use_distributed_optimizer": False}),
     ],

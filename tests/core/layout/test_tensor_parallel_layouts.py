@@ -55,15 +55,11 @@ def test_three_ranks_add_up_the_gradients_of_replicas_in_one_order(mode: str) ->
 
 # --- dtypes on the wire ----------------------------------------------------------------------------------------------
 
-# The largest relative error that rounding to each makes of one number; of the largest in its block with int8.
-UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 2.0**-7}
+# The largest relative error that rounding to each makes of one number.
+UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 WIRES: list[dict[str, str]] = [
-    {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"},
-    {"grad_wire_dtype": "int8"},
     {"grad_wire_dtype": "bf16"},
     {"grad_wire_dtype": "fp16"},
-    {"param_wire_dtype": "int8"},
-    {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"},
 ]
 
 
@@ -96,8 +92,6 @@ EVERY = [
     for mode, wire, dtype, sequence_parallel in itertools.product(
         ("reduce-scatter", "pooled", "forward"), WIRES, (torch.float32, torch.bfloat16), (True, False)
     )
-    # weights of 16 bits are sent as they are
-    if dtype == torch.float32 or "param_wire_dtype" not in wire
 ] + [
     wired(mode, wire, dtype)
     for mode in ("reduce-scatter", "pooled", "forward")
@@ -137,7 +131,6 @@ def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
     ("dp", "tp", "cases"),
     [
         pytest.param(2, 2, SHORT, id="2x2"),
-        pytest.param(2, 2, [wired("pooled", WIRES[1])], id="8 bits", marks=pytest.mark.long),
         pytest.param(2, 2, EVERY, id="all-2x2", marks=pytest.mark.long),
         pytest.param(3, 2, EVERY, id="all-3x2", marks=pytest.mark.long),
     ],
@@ -154,8 +147,9 @@ def test_tensor_ranks_round_in_the_same_way(dp: int, tp: int, cases: list[Case])
             )
         if case.dtype == torch.float32:  # bf16 forwards round more than the wire does
             alone, start = train_alone(case, dp), make_module(case, None).state_dict()
-            unit = sum(UNIT[dtype] for _, dtype in case.options)
+            unit = sum(UNIT[dtype] for name, dtype in case.options if name == "grad_wire_dtype")
             for name, weight in alone.weights.items():
                 error = float((first.weights[name] - weight).norm() / (weight - start[name]).norm())
                 assert error < 2 * unit, f"{case}, {name}: {error} of how far it was trained"
-            assert any((first.weights[name] - weight).abs().max() > 1e-6 for name, weight in alone.weights.items())
+            if unit:
+                assert any((first.weights[name] - weight).abs().max() > 1e-6 for name, weight in alone.weights.items())

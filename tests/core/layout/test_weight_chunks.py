@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
     "": {},
     "pooled": {"grad_buffer": "pooled"},
     "weights under the next forward": {"overlap_param_gather": "forward"},
-    "bf16 on the wire": {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"},
+    "bf16 on the wire": {"grad_wire_dtype": "bf16"},
 }
 
 
@@ -278,7 +278,6 @@ def test_only_chunks_of_recurrent_layers_are_kept() -> None:
     layers = {f"layer.{name}" for name, _ in module.layer.named_parameters()}
     assert found() == layers
     assert found(use_distributed_optimizer=False) == set(), "weights stay where they are"
-    assert found(param_wire_dtype="int8") == set(), "a block has numbers of one parameter"
     # All of a model in one storage, as a file that was mapped: no bucket may have to be that large.
     sizes = [param.numel() for param in module.parameters()]
     whole = torch.zeros(sum(sizes) + 5_000)

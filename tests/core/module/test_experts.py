@@ -53,19 +53,11 @@ CASES = {
 }
 ROUNDED = {
     "gradients sent in bf16": Case(2, options=(("grad_wire_dtype", "bf16"),)),
-    "gradients and weights sent in int8": Case(2, options=(("grad_wire_dtype", "int8"), ("param_wire_dtype", "int8"))),
-    "gradients and weights sent in bf16, no copies": Case(
-        4, options=(("grad_wire_dtype", "bf16"), ("param_wire_dtype", "bf16"))
+    "gradients sent in bf16, no copies": Case(4, options=(("grad_wire_dtype", "bf16"),)),
+    "gradients sent in bf16, instances": Case(
+        2, options=(("grad_wire_dtype", "bf16"), ("num_distributed_optimizer_instances", 2))
     ),
-    "gradients and weights sent in bf16, instances": Case(
-        2,
-        options=(
-            ("grad_wire_dtype", "bf16"),
-            ("param_wire_dtype", "bf16"),
-            ("num_distributed_optimizer_instances", 2),
-        ),
-    ),
-    "gradients sent in int8, pooled": Case(2, options=(("grad_wire_dtype", "int8"), ("grad_buffer", "pooled"))),
+    "gradients sent in bf16, pooled": Case(2, options=(("grad_wire_dtype", "bf16"), ("grad_buffer", "pooled"))),
     "gradients summed in fp32": Case(
         2,
         dtype=torch.bfloat16,

@@ -20,7 +20,6 @@ MODES: dict[str, dict[str, Any]] = {
     "by bucket": {"overlap_param_gather": "step"},
     "at the next forward": {"overlap_param_gather": "forward"},
     "pooled": {"grad_buffer": "pooled"},
-    "rounded wires": {"param_wire_dtype": "bf16"},
     "two instances": {"num_distributed_optimizer_instances": 2},
     "all-reduce": {"use_distributed_optimizer": False},
 }

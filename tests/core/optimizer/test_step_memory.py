@@ -120,7 +120,6 @@ in_every_mode = pytest.mark.parametrize(
         for options, ranks in (
             ({}, 2),
             ({"grad_buffer": "pooled"}, 2),
-            ({"param_wire_dtype": "bf16"}, 2),
             ({"use_distributed_optimizer": False}, 2),
             ({}, 1),
         )

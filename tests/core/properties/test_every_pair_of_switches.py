@@ -29,7 +29,6 @@ from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import build
 from megastrategy.core.layout.layout import BufferLayout
-from megastrategy.core.shards.saved_state import REMAINDER
 from tests.support.doubles import (
     EVERYTHING,
     REDUCTIONS,
@@ -45,7 +44,6 @@ from tests.support.training import (
     Outcome,
     Training,
     assert_same_bits,
-    assert_same_state,
     start_ours,
     train_with_ddp,
 )
@@ -98,7 +96,7 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
     }
-    for name in ("grad_wire_dtype", "param_wire_dtype", "offload_optimizer_states"):
+    for name in ("grad_wire_dtype", "offload_optimizer_states"):
         for other in ("use_distributed_optimizer", "use_contiguous_buffers"):
             refused.add((name, SWITCHES[name][1], other, False))
     assert apart == refused
@@ -209,7 +207,7 @@ class Watched:
         sharded = config.use_distributed_optimizer
         buckets = sorted(bucket.numel for bucket in self.layout.buckets)
         assert sorted(call.numel for call in gathers) == (buckets if sharded else [])
-        assert {call.dtype for call in gathers} <= {torch.bfloat16 if self.row.sends_changes else self.row.dtype}
+        assert {call.dtype for call in gathers} <= {self.row.dtype}
         events = self.new_events()
         early = EventKind.GATHER_START in events[: events.index(EventKind.STEP_END)]
         rank, plan = self.training.rank, self.layout
@@ -263,15 +261,11 @@ def test_with_whole_parameters(row: Row) -> None:
 def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
     """Weights, module buffers, losses and optimizer state are torch DDP's to the bit, of a run with ``changes``.
 
-    With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding. Where
-    changes of weights are sent, it is weights and remainder together, except for the rounding of that sum in each step.
+    With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32, **changes)
     options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
     reference = train_with_ddp(run, row.num_ranks, **options)
-    if row.sends_changes:
-        assert_torch_ddps_with_remainders(row, ours, reference)
-        return
     if row.dtype == torch.bfloat16:
         for name, value in ours[0].main_params.items():
             assert torch.equal(value, reference[0].weights[name]), f"main param {name}"
@@ -282,22 +276,6 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
             for theirs, mine in zip(reference, ours, strict=True)
         ]
     assert_same_bits(ours, reference)
-
-
-def assert_torch_ddps_with_remainders(row: Row, ours: list[Outcome], reference: list[Outcome]) -> None:
-    differ = False
-    for name, remainder in ours[0].main_params.items():
-        held, expected = (each[0].weights[name.removesuffix(REMAINDER)] for each in (ours, reference))
-        tolerance = row.run.steps * 2**-24 * expected.abs().max().item()
-        torch.testing.assert_close(held + remainder, expected, rtol=0, atol=tolerance)
-        differ |= not torch.equal(held, expected)
-        for other in ours[1:]:
-            assert torch.equal(other.weights[name.removesuffix(REMAINDER)], held), "all ranks hold the same weights"
-    assert differ, "rounded changes give other weights"
-    assert {name.removesuffix(REMAINDER) for name in ours[0].main_params} == {
-        name for name, param in row.run.make_module().named_parameters() if param.requires_grad
-    }
-    assert_same_state(ours[0].optimizer_state, reference[0].optimizer_state)
 
 
 def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

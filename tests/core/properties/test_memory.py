@@ -152,7 +152,7 @@ def test_table_of_torch_ddp() -> None:
 def test_what_rounded_wires_cost_is_what_the_page_says(size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> float:
         module = nn.Linear(1024, 256)
-        config = DistributedDataParallelConfig(grad_wire_dtype="bf16", param_wire_dtype="bf16")
+        config = DistributedDataParallelConfig(grad_wire_dtype="bf16")
         model = DistributedDataParallel(module, config, group)
         use = memory_use(model.layout, rank, state_tensors=2)
         return (use.param_bytes + use.grad_bytes + use.state_bytes) / sum(
@@ -160,9 +160,9 @@ def test_what_rounded_wires_cost_is_what_the_page_says(size: int) -> None:
         )
 
     per_rank = run_ranks(size, run)
-    assert sum(per_rank) / size == pytest.approx(4 + 4 + 8 / size + 2 + 8 / size, rel=0.01)
+    assert sum(per_rank) / size == pytest.approx(4 + 4 + 8 / size + 4 / size, rel=0.01)
     page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
-    assert "| fp32, `grad_wire_dtype` and `param_wire_dtype` | 4 + 4 + 8/d, and 2 + 8/d (" in page
+    assert "| fp32, `grad_wire_dtype` | 4 + 4 + 8/d, and 4/d (" in page
 
 
 def bytes_received() -> dict[int, int]:
@@ -193,10 +193,8 @@ def bytes_received() -> dict[int, int]:
         (torch.bfloat16, 6, {"grad_buffer": "pooled"}),
         (torch.bfloat16, 4, {"grad_buffer": "pooled", "grad_reduce_in_fp32": False}),
         (torch.float32, 6, {"grad_wire_dtype": "bf16"}),
-        (torch.float32, 6, {"param_wire_dtype": "bf16"}),
-        (torch.float32, 4, {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}),
-        (torch.float32, 4, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "grad_buffer": "pooled"}),
-        (torch.float32, 2 * 66 / 64, {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"}),
+        (torch.float32, 6, {"grad_wire_dtype": "fp16"}),
+        (torch.float32, 6, {"grad_wire_dtype": "bf16", "grad_buffer": "pooled"}),
         (torch.bfloat16, 4, {"grad_wire_dtype": "bf16"}),
     ],
     ids=str,

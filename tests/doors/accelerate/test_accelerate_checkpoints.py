@@ -192,19 +192,6 @@ def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     assert [run.losses for run in rounded] != [run.losses[SAVED_AFTER:] for run in whole]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_remainders_of_weights_that_are_sent_rounded_resume_to_the_bit(
-    worlds: Worlds, tmp_path: Path, kind: str
-) -> None:
-    plugin = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}
-    whole = worlds.run(train_from, "megatron_ddp", plugin, save=tmp_path / "saved")
-    again = worlds.run(train_from, "megatron_ddp", plugin, load=tmp_path / "saved")
-    for run, resumed in zip(whole, again, strict=True):
-        rest(run, resumed)
-    assert (tmp_path / "saved" / MAIN_PARAMS_FILE).exists() == (kind == "full")
-
-
 def test_a_directory_is_loaded_whatever_is_to_be_saved(worlds: Worlds, tmp_path: Path) -> None:
     """And resumes to the bit, also without the sharded optimizer."""
     folder = tmp_path / "saved"

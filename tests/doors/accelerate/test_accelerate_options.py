@@ -76,7 +76,7 @@ def translated_hook(hook: str, wrapper: str, plugin: dict[str, Any]) -> tuple[st
         ("fp16", "no", {}, "fp16", "comm_hook=fp16 became grad_wire_dtype='fp16'"),
         ("fp16", "bf16", {}, "bf16", "became grad_wire_dtype='bf16'"),
         ("bf16", "no", {"grad_wire_dtype": "bf16"}, "bf16", "became grad_wire_dtype='bf16'"),
-        ("bf16", "no", {"grad_wire_dtype": "int8"}, "int8", "grad_wire_dtype='int8' goes before"),
+        ("bf16", "no", {"grad_wire_dtype": "fp16"}, "fp16", "grad_wire_dtype='fp16' goes before"),
     ],
 )
 def test_hooks_for_sixteen_bits_become_an_option_and_are_told_of(

@@ -344,7 +344,7 @@ def test_every_option_can_be_set_in_the_environment() -> None:
     for name in field_names():
         values = {"bucket_size": "5", "num_distributed_optimizer_instances": "5", "grad_buffer": "pooled"}
         values |= {"check_replicas_every_n_steps": "5"}
-        values |= {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}
+        values |= {"grad_wire_dtype": "fp16"}
         value = values.get(name, "true")
         others = {"MEGATRON_LM_TP_DEGREE": "2"}
         if name == "reduce_scatter_with_fp32_accumulation":

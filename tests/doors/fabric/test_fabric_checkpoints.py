@@ -93,22 +93,6 @@ def test_a_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tm
     assert_resumed(resumed, whole)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    """With what was left out of their changes, under the same key, and names of its own."""
-    options = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}
-    path = tmp_path / "checkpoint"
-    whole = ranks.run(train_from, "megatron_ddp", options, save=str(path))
-    if kind == "full":
-        remainders = load(path)[MAIN_PARAMS_KEY]["optimizer"]
-        trained = [f"{key} (remainder)" for key, param in AwkwardNet().named_parameters() if param.requires_grad]
-        assert sorted(remainders) == sorted(trained)
-        assert any(value.any() for value in remainders.values())
-    resumed = ranks.run(train_from, "megatron_ddp", options, load=str(path))
-    assert_resumed(resumed, whole)
-
-
 def load_without_main_params(strategy_options: dict[str, Any], path: str, stripped: str) -> None:
     """Files of "ddp" and of other writers have none: there are only the weights."""
     fabric = make_fabric("megatron_ddp", strategy_options, precision="bf16-true")

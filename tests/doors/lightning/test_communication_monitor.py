@@ -60,7 +60,7 @@ LOW = {"grad_reduce_in_fp32": False}
         ("reduce-scatter", "bf16-true", LOW, 2 + 2),
         ("all-reduce", "bf16-true", {}, 2 * 4),
         ("reduce-scatter", "32-true", {"grad_wire_dtype": "bf16"}, 2 + 4),
-        ("reduce-scatter", "32-true", {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}, 2 + 2),
+        ("reduce-scatter", "32-true", {"grad_wire_dtype": "fp16"}, 2 + 4),
     ],
 )
 def test_sent_bytes_are_those_of_the_formula(
