@@ -148,16 +148,6 @@ def test_an_average_of_the_wrapper_is_that_of_the_module(sharded: bool) -> None:
         assert all(map(torch.equal, of_wrapper, of_module))
 
 
-@both_modes
-def test_an_optimizer_takes_no_copy_of_a_model(sharded: bool) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = Ours(two_layers(), group, sharded)
-        with pytest.raises(ClosedError, match="wrap the module again"):
-            make_optimizer(copy.deepcopy(model))
-
-    run_ranks(2, run)
-
-
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -231,49 +221,3 @@ def test_copy_of_shards_or_main_params_is_refused(
 
 
 # --- closing ---------------------------------------------------------------------------------------------------------
-
-
-def double(module: nn.Sequential) -> None:
-    module.double()
-
-
-def repoint(module: nn.Sequential) -> None:
-    module[0].weight.data = torch.full((33, 10), 2.0)
-
-
-def reshape(module: nn.Sequential) -> None:
-    module[2].weight.data = torch.zeros(3, 5)
-
-
-def tie(module: nn.Sequential) -> None:
-    """To a part of another parameter's place in the buffer."""
-    module[2].bias.data = module[0].weight.data[0, :7]
-
-
-def is_within(param: nn.Parameter, flats: list[Tensor]) -> bool:
-    return any(flat.data_ptr() <= param.data_ptr() < flat.data_ptr() + flat.nbytes for flat in flats)
-
-
-@both_modes
-@pytest.mark.parametrize("change", [double, repoint, reshape, tie], ids=lambda change: change.__name__)
-def test_closing_keeps_what_became_of_the_parameters(change: Callable[[nn.Sequential], None], sharded: bool) -> None:
-    """And parameters that are still in the buffer leave it."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = Ours(module, group, sharded)
-        train(model, rank)
-        flats = model.engine.param_buffers.flats if model.engine.param_buffers is not None else []
-        change(module)
-        dtypes, weights = [param.dtype for param in module.parameters()], weights_of(module)
-        replaced = [(param, param.data) for param in module.parameters() if not is_within(param, flats)]
-        model.close()
-        assert all(param.data_ptr() == data.data_ptr() for param, data in replaced), "nothing is done to them"
-        assert [param.dtype for param in module.parameters()] == dtypes
-        assert all(map(torch.equal, weights_of(module), weights))
-        for flat in flats:
-            flat.fill_(torch.nan)  # would be seen through a parameter that is still there
-        assert all(map(torch.equal, weights_of(module), weights))
-        assert all(param.grad_dtype == param.dtype for param in module.parameters())
-
-    run_ranks(2, run)

@@ -224,25 +224,6 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
     run_ranks(2, run)
 
 
-def test_a_gradient_that_was_kept_is_the_gradient_after_a_move_with_all_reduce() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False, use_distributed_optimizer=False)
-        model(batch(rank, 0)).backward()
-        kept = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        values = {name: grad.clone() for name, grad in kept.items()}
-        assert relayout(model.engine, other_layout(model))
-        for name, param in model.named_parameters():
-            if name in kept:
-                assert param.grad is kept[name]
-                assert torch.equal(param.grad, values[name])
-        torch._foreach_mul_(list(kept.values()), 0.5)
-        model(batch(rank, 0)).backward()  # adds into them
-        for name, grad in kept.items():
-            torch.testing.assert_close(grad, 1.5 * values[name])
-
-    run_ranks(2, run)
-
-
 def test_an_optimizer_that_is_gone_is_left_out() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
@@ -333,43 +314,6 @@ def test_state_that_is_neither_of_an_element_nor_a_number_keeps_all_where_it_is(
         places = untouched(model, optimizer)[:2]
         assert not relayout(model.engine, other_layout(model))
         assert untouched(model, optimizer)[:2] == places
-
-    run_ranks(2, run)
-
-
-def test_a_gradient_that_one_rank_wrote_for_itself_keeps_all_where_it_is() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Layers(reverse=False)
-        model, _, _ = wrap(group, module, overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        model(batch(rank, 0)).backward()
-        if rank == 1:
-            module.never.weight.grad = torch.ones_like(module.never.weight)
-        places = untouched(model, optimizer)[:2]
-        assert not relayout(model.engine, other_layout(model))
-        assert untouched(model, optimizer)[:2] == places
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("gone_on", [0, 1])
-def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_on: int) -> None:
-    """On the other it may wait for the garbage collector, or be in use."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        other = DistributedOptimizer(momentum(model), model)
-        model(batch(rank, 0)).backward()
-        alive = weakref.ref(other._impl.shard_set)
-        if rank == gone_on:
-            del other
-            while alive() is not None:  # while another thread collects, a call returns at once
-                gc.collect()
-        places = untouched(model, optimizer)[:2]
-        assert not relayout(model.engine, other_layout(model))
-        assert untouched(model, optimizer)[:2] == places
-        group.barrier().wait()  # until then ``other`` lives on the other rank
 
     run_ranks(2, run)
 

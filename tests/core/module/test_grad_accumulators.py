@@ -7,9 +7,6 @@ and which stream was the current one when it was made.
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,21 +135,6 @@ def test_parameters_that_are_unfrozen_have_their_nodes_kept_from_then_on() -> No
     run_ranks(2, run)
 
 
-def test_neither_a_copy_nor_kept_nodes_keep_a_model_alive() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(Model(), DistributedDataParallelConfig(), group)
-        loss_of(model, rank, 0).backward()
-        twin = copy.deepcopy(model)
-        mark(model.module.parameters(), "original")
-        assert is_marked(leaves(loss_of(twin.module, rank, 1)), "original") == [False] * 6
-        alive = [weakref.ref(model), *map(weakref.ref, model.parameters())]
-        del model
-        gc.collect()
-        assert [reference() for reference in alive] == [None] * 7
-
-    run_ranks(1, run)
-
-
 class _Streams:
     """In place of a device's: one current stream, by name, and on which stream each node was asked for."""
 
@@ -199,43 +181,5 @@ def test_nodes_follow_a_loop_that_goes_over_to_another_stream(streams: _Streams)
             loss = loss_of(model, rank, 1)
             assert is_marked(leaves(loss), "loop") == [False] * 6, "made anew"
             assert is_marked(leaves(loss), "side") == [True] * 6, "once"
-
-    run_ranks(1, run)
-
-
-def test_nodes_that_a_loss_still_holds_keep_the_others_on_their_stream(streams: _Streams) -> None:
-    """Some on one stream and some on another would be the race itself."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Model()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
-        mark(module.parameters(), "loop")
-        module.use_second = False
-        loss = loss_of(model, rank, 0)
-        loss.backward()
-        module.use_second = True
-        with streams.stream("side"):
-            nodes = leaves(loss_of(model, rank, 1))
-            assert sorted(is_marked(nodes, "loop")) == [False] * 2 + [True] * 4, "the second branch was in no graph"
-            assert set(streams.taken.values()) == {"loop"}
-            del loss, nodes
-            loss_of(model, rank, 2).backward()
-            assert set(streams.taken.values()) == {"side"}, "as soon as nothing holds them"
-
-    run_ranks(1, run)
-
-
-def test_a_parameter_that_was_frozen_over_a_change_of_stream_gets_a_node_when_it_is_unfrozen(streams: _Streams) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Model()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
-        module.layers[1].requires_grad_(False)
-        with streams.stream("side"):
-            loss_of(model, rank, 0).backward()
-            module.layers[1].requires_grad_(True)
-            loss_of(model, rank, 1).backward()
-            assert set(streams.taken.values()) == {"side"}
-            mark(module.parameters(), "side")
-            assert is_marked(leaves(loss_of(model, rank, 2)), "side") == [True] * 6
 
     run_ranks(1, run)

@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import EventKind
 from tests.support.processes import run_processes
-from tests.support.ranks import run_ranks
 
 WIDTH = 512
 """A layer's weights have 1 MiB, the least that torch makes a piece of a graph of."""
@@ -168,45 +166,3 @@ def test_split_graphs_train_as_torch_ddps_do_with_inductor() -> None:
 def _no_forward_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ranks as threads, torch's own DDP may have left a forward behind."""
     monkeypatch.setattr(TorchDDP, "_active_ddp_module", None)
-
-
-@pytest.mark.usefixtures("_no_forward_is_under_way")
-def test_the_splits_end_with_a_forward_that_fails() -> None:
-    class Fails(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            assert TorchDDP._active_ddp_module is not None
-            raise KeyError("x")
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(Fails(), DistributedDataParallelConfig(bucket_size=1), group)
-        with pytest.raises(KeyError):
-            model(batch(rank))
-
-    run_ranks(2, run)
-    assert TorchDDP._active_ddp_module is None
-
-
-@pytest.mark.usefixtures("_no_forward_is_under_way")
-def test_a_forward_inside_another_leaves_that_ones_splits() -> None:
-    class Calls(Layers):
-        other: list[nn.Module]
-
-        def forward(self, x: Tensor) -> Tensor:
-            before = TorchDDP._active_ddp_module
-            features = self.other[0](x)
-            assert TorchDDP._active_ddp_module is before is not None
-            return super().forward(features)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(bucket_size=1)
-        module = Calls()
-        module.other = [DistributedDataParallel(Layers(), config, group)]
-        model = DistributedDataParallel(module, config, group)
-        model.leave_buffers_apart()
-        for turn in range(2):  # the attribute is the process's, and ranks are threads of one
-            if turn == rank:
-                model(batch(rank))
-            group.barrier().wait()
-
-    run_ranks(2, run)
-    assert TorchDDP._active_ddp_module is None

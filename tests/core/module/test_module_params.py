@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import LayoutMismatchError, ParameterChangedError
 from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
@@ -158,21 +156,6 @@ def test_what_a_module_says_of_its_parameters_hides_none(
         torch.testing.assert_close(mine, reference, rtol=0, atol=1e-5 if kind is scripted else 0.0)
 
 
-@each_engine
-def test_a_parameter_of_a_scripted_module_that_is_replaced_is_named(size: int, options: Mapping[str, Any]) -> None:
-    made = [filled(ScriptsItsBody()) for _ in range(size)]
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _ = trained(made[rank], rank, group, options, steps=1)
-        scripted: Any = getattr(made[rank].body, "0")
-        scripted.weight = nn.Parameter(torch.ones(4, 6))
-        with pytest.raises(ParameterChangedError, match=r"body\.0\.weight"):
-            model(batch(rank, 1))
-        model.close()
-
-    run_ranks(size, run)
-
-
 # --- _ddp_params_and_buffers_to_ignore -------------------------------------------------------------------------------
 
 
@@ -225,116 +208,6 @@ def test_ignored_parameters_and_buffers_are_each_ranks_own(size: int, options: M
     for mine, reference in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, reference))
     assert size == 1 or (ours[0][1].shape != () and not torch.equal(ours[0][-1], ours[1][-1]))
-
-
-@each_engine
-def test_names_of_the_outermost_modules_own_parameters(size: int, options: Mapping[str, Any]) -> None:
-    """torch DDP leaves "scale" out of its broadcast, and ".scale" out of its reduction."""
-
-    def run(
-        rank: int, group: ProcessGroup, options: Mapping[str, Any] | None, names: list[str], start: float
-    ) -> list[Tensor]:
-        module = filled(Net())
-        module.scale.data.fill_(start)
-        module._ddp_params_and_buffers_to_ignore = names
-        model, _ = trained(module, rank, group, options)
-        if options is not None:
-            model.close()
-        return weights(module)
-
-    for names in (["scale"], [".scale"], ["scale", ".scale"]):
-        for apart in (0.0, 1.0):
-            starts = [1.0 + apart * rank for rank in range(size)]
-            theirs = run_ranks(size, lambda r, group, n=names, s=starts: run(r, group, None, n, s[r]))
-            if names == ["scale"] and size > 1 and apart and options.get("use_distributed_optimizer", True):
-
-                def refused(rank: int, group: ProcessGroup, names: list[str] = names, s: list[float] = starts) -> None:
-                    with pytest.raises(LayoutMismatchError, match=r"'\.scale'.*\['scale', "):
-                        run(rank, group, options, names, s[rank])
-
-                run_ranks(size, refused)
-                continue
-            ours = run_ranks(size, lambda r, group, n=names, s=starts: run(r, group, options, n, s[r]))
-            for mine, reference in zip(ours, theirs, strict=True):
-                assert all(map(torch.equal, mine, reference)), (names, apart)
-
-
-@each_engine
-def test_an_optimizer_of_ignored_parameters_alone_and_a_checkpoint(size: int, options: Mapping[str, Any]) -> None:
-    """A checkpoint has rank 0's state of them, as under torch DDP, and may be loaded where shapes are the same."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = HasItsOwn(0)
-        module.own.table.data.add_(rank)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-        rest = [param for name, param in module.named_parameters() if name != "own.table"]
-        shared = DistributedOptimizer(torch.optim.Adam(rest, lr=0.1), model)
-        own = DistributedOptimizer(torch.optim.Adam([module.own.table], lr=0.1 + rank), model)
-        everything = DistributedOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), model)
-        for step in range(2):
-            module.zero_grad()
-            before = module.own.table.detach().clone()
-            model(batch(rank, step)).square().mean().backward()
-            shared.step()
-            own.step()
-            # Adam's first step is of the learning rate.
-            assert step or ((before - module.own.table).abs() - (0.1 + rank)).abs().max() < 0.05 * (1 + rank)
-            everything.step()
-        for optimizer in (own, everything):
-            every = model.engine.collectives.all_gather_objects(optimizer.state_dict())
-            optimizer.load_state_dict(every[0])
-        model.close()
-
-    run_ranks(size, run)
-
-
-def wrapped(
-    module: nn.Module, params: list[nn.Parameter], group: ProcessGroup, options: Mapping[str, Any] | None
-) -> tuple[Any, Any]:
-    inner = torch.optim.Adam(params, lr=0.1)
-    if options is None:
-        return TorchDDP(module, process_group=group), inner
-    model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-    return model, DistributedOptimizer(inner, model)
-
-
-@each_engine
-@pytest.mark.parametrize("loaded", ["at once", "before a step", "anew"])
-def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
-    size: int, options: Mapping[str, Any], loaded: str
-) -> None:
-    """In tables of other lengths; of all ranks only the last steps the one that comes first."""
-
-    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
-        module = HasItsOwn(rank, "late", ".late")
-        filled(module.body)
-        filled(module.head)
-        module.register_parameter("late", nn.Parameter(torch.ones(2)))
-        params = [module.late, *(param for param in module.parameters() if param is not module.late)]
-        [number] = [number for number, param in enumerate(params) if param is module.own.table]
-        model, optimizer = wrapped(module, params, group, options)
-        kept: list[Tensor] = []
-        for step in range(4):
-            if step == (0 if loaded == "before a step" else 2):
-                saved = copy.deepcopy(optimizer.state_dict())
-                if loaded == "anew":
-                    getattr(model, "close", int)()
-                    model, optimizer = wrapped(module, params, group, options)
-                optimizer.load_state_dict(saved)
-                kept += [value.clone() for value in saved["state"].get(number, {}).values()]
-            optimizer.zero_grad()
-            loss = model(batch(rank, step)).square().mean()
-            (loss if rank < size - 1 else loss + module.late.sum()).backward()
-            optimizer.step()
-        getattr(model, "close", int)()  # torch's has none
-        return [*weights(module), *kept]
-
-    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
-    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert len(mine) == len(reference)
-        for found, expected in zip(mine, reference, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 from tests.support.engines import engines
 from tests.support.models import two_layers
 from tests.support.processes import run_processes
-from tests.support.ranks import gloo_group, run_ranks
+from tests.support.ranks import run_ranks
 
 MODES = engines("reduce-scatter", "all-reduce", "pooled")
 either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
@@ -65,33 +65,6 @@ def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any
                 outer(torch.ones(2, 10))
         model(torch.ones(2, 10)).sum().backward()  # the way out: without it
         assert inner.full_grad(module[1].bias) is not None
-
-    run_ranks(2, run)
-
-
-def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
-    """A teacher, or a critic that trains on its own, called in the forward of a module that torch DDP wraps."""
-
-    def run(rank: int, group: ProcessGroup) -> TorchDDP:
-        critic = DistributedDataParallel(two_layers(), process_group=group)
-
-        class Calls(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(10, 10)
-                self.others = [critic]  # a list registers nothing
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.others[0](self.layer(x))
-
-        # Engines that reduce in one backward need groups of their own, or they meet in each other's collectives.
-        of_ddp = gloo_group(PrefixStore("ddp", group.get_group_store()), rank, 2)
-        # Held until both ranks have ended: its reducer, collected sooner, keeps Python's lock and waits for gloo's
-        # threads, and one of them may wait for that lock.
-        outer = TorchDDP(Calls(), process_group=of_ddp)
-        outer(torch.ones(2, 10)).sum().backward()
-        assert critic.full_grad(critic.module[0].bias) is not None
-        return outer
 
     run_ranks(2, run)
 

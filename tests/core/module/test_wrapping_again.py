@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ClosedError
@@ -73,56 +72,6 @@ def test_a_layer_of_a_model_that_was_dropped_is_taken_over(size: int, sharded: b
         second.module.head(second.module.encoder(torch.ones(1, 10))).sum().backward()
         new.step()
         assert not torch.equal(encoder[0].weight, before)
-
-    run_ranks(size, run)
-
-
-def train(model: Any, optimizer: Any, rank: int) -> None:
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.full((2, 10), 1.0 + rank + step)).square().mean().backward()
-        optimizer.step()
-
-
-@both_modes
-@both_numbers_of_ranks
-@pytest.mark.parametrize("held", ["wrapper", "optimizer", "nothing"])
-def test_models_that_share_an_encoder_are_trained_one_after_the_other(size: int, sharded: bool, held: str) -> None:
-    """Gradients of the last step are left, in which a stand-in is that of the model before."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        theirs, ours = two_layers(), two_layers()
-        kept = []
-        for _ in range(3):
-            model: Any = Shared(theirs)
-            mine: Any = Shared(ours)
-            mine.load_state_dict(model.state_dict())
-            reference = TorchDDP(model, process_group=group)
-            train(reference, torch.optim.AdamW(model.parameters(), lr=0.1), rank)
-            wrapped = wrap(mine, group, sharded)
-            optimizer = DistributedOptimizer(torch.optim.AdamW(mine.parameters(), lr=0.1), wrapped)
-            train(wrapped, optimizer, rank)
-            kept.append({"wrapper": wrapped, "optimizer": optimizer, "nothing": None}[held])
-            del wrapped, optimizer
-            for param, other in zip(mine.parameters(), model.parameters(), strict=True):
-                assert torch.equal(param, other)
-
-    run_ranks(size, run)
-
-
-@both_modes
-@both_numbers_of_ranks
-def test_models_that_share_an_encoder_and_are_trained_in_turns_are_refused(size: int, sharded: bool) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        encoder = two_layers()
-        first = wrap(Shared(encoder), group, sharded)
-        second = wrap(Shared(encoder), group, sharded)
-        with pytest.raises(ClosedError, match=r"or a layer of it was wrapped again since.*torch\.nn\.ModuleDict"):
-            first(torch.ones(1, 10))
-        first.eval()
-        with torch.no_grad():
-            assert torch.equal(first(torch.ones(1, 10)), first.module.head(encoder(torch.ones(1, 10))))
-        second(torch.ones(1, 10)).sum().backward()
 
     run_ranks(size, run)
 

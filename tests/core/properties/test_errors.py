@@ -86,40 +86,6 @@ def test_optimizers_that_cannot_be_sharded_name_the_way_out(make: type[torch.opt
     )
 
 
-def test_the_way_out_works_for_lbfgs() -> None:
-    """And gives on two ranks what one process gives on the whole batch."""
-    batches = [torch.randn(4, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-
-    def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
-        module = two_layers().double()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=False), group)
-        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), model)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(batches[rank].double()).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        return [param.detach().clone() for param in module.parameters()]
-
-    module = two_layers().double()
-    plain = torch.optim.LBFGS(module.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        plain.zero_grad()
-        loss = module(torch.cat(batches).double()).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        plain.step(closure)
-    for weights in run_ranks(2, run):
-        torch.testing.assert_close(weights, [param.detach() for param in module.parameters()])
-
-
 def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), process_group=group)

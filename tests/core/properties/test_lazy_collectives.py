@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,16 +16,14 @@ from torch.nn import Parameter
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.buffers import GradBuffers
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
-from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout.layout import Spans
 from megastrategy.core.sync.launched_buckets import LaunchedBuckets
 from megastrategy.core.sync.param_gather import ParamGather
 from tests.support.chosen_collectives import Choice, choosing
-from tests.support.doubles import FailingCollectives, OutOfLuckError
 from tests.support.engines import engines
 from tests.support.in_flight import MAIN, InFlightGuard, Streams
-from tests.support.lazy_collectives import POISON_BYTE, ContractError, Delivery, LazyCollectives, violations
-from tests.support.ranks import run_ranks, with_instances
+from tests.support.lazy_collectives import POISON_BYTE, Delivery, LazyCollectives, violations
+from tests.support.ranks import run_ranks
 from tests.support.training import Outcome, Run, assert_same_bits, start_ours, train_with_ddp
 
 DELIVERIES: tuple[Delivery, ...] = get_args(Delivery)
@@ -43,14 +40,6 @@ def numbers(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def is_poison(tensor: Tensor) -> bool:
     return bool(tensor.isnan().all() if tensor.is_floating_point() else (tensor.view(torch.uint8) == POISON_BYTE).all())
-
-
-def refused(run: Callable[[], Any]) -> str:
-    """The exception, which the fixture for caught breaches does not see."""
-    with pytest.raises(ContractError) as caught:
-        run()
-    violations.remove(str(caught.value))
-    return str(caught.value)
 
 
 # --- the double ------------------------------------------------------------------------------------------------------
@@ -104,105 +93,6 @@ def test_results_are_the_real_ones_and_all_else_is_poison(
             assert is_poison(tensor[defined(1 - rank)])
 
     run_ranks(2, run)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.real_collectives("has doubles of its own")
-def test_sums_elsewhere_are_poison_too(delivery: Delivery, kind: Any) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        sums, tensor = torch.ones(4), numbers(rank)
-        handle = lazy(group, delivery, kind).reduce_scatter_into(sums, tensor, 0.5)
-        if delivery == "at-wait":
-            assert is_poison(sums)
-            assert is_poison(tensor)
-        handle.wait()
-        assert sums.tolist() == [1 + 1.5 * number for number in numbers(0).tolist()[4 * rank : 4 * rank + 4]]
-        assert is_poison(tensor)
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
-@pytest.mark.real_collectives("has doubles of its own")
-def test_a_write_in_flight_is_seen(name: str, delivery: Delivery) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        tensor = numbers(rank)
-        handle = CALLS[name][0](lazy(group, delivery), tensor)
-        tensor[4 * rank] = 5.5  # of a gather the own part, which is still being read
-        assert "was written in flight" in refused(handle.wait)
-
-    run_ranks(2, run)
-
-
-@pytest.mark.real_collectives("has doubles of its own")
-def test_memory_that_is_freed_or_sent_again_in_flight_is_seen() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = lazy(group)
-        handle = collectives.reduce_scatter(numbers(rank), 1.0)
-        assert "was freed in flight" in refused(handle.wait)
-        tensor = numbers(rank)
-        first = collectives.all_gather(tensor[:4])
-        second = collectives.all_gather(tensor[4:])  # beside it
-        assert "test_lazy_collectives.py:" in refused(lambda: collectives.all_reduce(tensor, 1.0))
-        first.wait()
-        second.wait()
-        collectives.all_reduce(tensor, 1.0).wait()
-
-    run_ranks(2, run)
-
-
-@pytest.mark.real_collectives("has doubles of its own")
-def test_at_random_ranks_differ_in_when_and_not_in_what() -> None:
-    def run(rank: int, group: ProcessGroup) -> tuple[list[bool], list[float]]:
-        collectives, early, result = lazy(group, "at-random"), [], []
-        for _ in range(20):
-            tensors = [numbers(rank) for _ in range(3)]
-            handles = [collectives.all_reduce(tensor, 1.0) for tensor in tensors]
-            early += [not is_poison(tensor) for tensor in tensors]
-            for tensor, handle in zip(tensors, handles, strict=True):
-                handle.wait()
-                result += tensor.tolist()
-        return early, result
-
-    (early, result), (other_early, other_result) = run_ranks(2, run)
-    assert result == other_result
-    assert early != other_early
-    assert 0 < sum(early) < 40, "the last of three can have come at its own launch alone, which is no later event"
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.real_collectives("has doubles of its own")
-def test_a_failure_is_raised_where_it_is_waited_for(delivery: Delivery) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        failing = FailingCollectives(group, GlooCollectives(group))
-        failing.fail_at(1, on_the_wire=True)
-        tensor = numbers(rank)
-        handle = LazyCollectives(failing, delivery).all_reduce(tensor, 1.0)
-        for _ in range(2):
-            with pytest.raises((CollectiveError, OutOfLuckError), match="out of luck"):
-                handle.wait()
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_instances_are_lazy_too(kind: Any) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        with_real = with_instances(group, 2, kind)
-        whole = with_real if isinstance(with_real, LazyCollectives) else LazyCollectives(with_real)
-        instance, tensor = whole.instances[2], numbers(rank)
-        assert isinstance(instance, LazyCollectives)
-        assert instance.airspace is whole.airspace
-        instance.reduce_scatter(tensor, 1.0).wait()
-        own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
-        assert torch.equal(tensor[own], 10 * numbers(0)[own])
-        instance.all_gather(tensor).wait()
-        assert torch.equal(tensor, 10 * numbers(0))
-
-    with choosing(Choice("at-wait")):
-        run_ranks(4, run)
 
 
 # --- the engine under it ---------------------------------------------------------------------------------------------
@@ -324,124 +214,6 @@ def test_a_missing_wait_is_seen(
 # --- the guard -------------------------------------------------------------------------------------------------------
 
 
-def touch(kind: str, tensor: Tensor) -> None:
-    """One line, whose number is looked for."""
-    if kind == "read":
-        tensor.sum()
-    elif kind == "write":
-        tensor.add_(1.0)
-    elif kind == "foreach":
-        torch._foreach_mul_([torch.ones(2), tensor], 2.0)
-    elif kind == "out":
-        torch.add(torch.ones(2), 1.0, out=tensor)
-    elif kind == "backward":
-        (weight := torch.ones(2, requires_grad=True)).grad = tensor
-        weight.sum().backward()
-    else:
-        tensor.view(1, 2).detach().new_zeros(2).add_(torch.empty_like(tensor))
-
-
-TOUCHES = ("read", "write", "foreach", "out", "backward", "shape alone")
-
-
-@pytest.mark.parametrize("kind", TOUCHES)
-@pytest.mark.real_collectives("has doubles of its own")
-def test_the_guard_names_the_line(kind: str) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives, tensor, outside = lazy(group), torch.zeros(8), torch.zeros(2)
-        own, other = tensor[4 * rank :][:2], tensor[4 - 4 * rank :][:2]
-        with InFlightGuard():
-            for other_place in (own, other, outside):
-                touch(kind, other_place)
-            handle = collectives.all_gather(tensor)
-            touch(kind, outside)
-            if kind in ("read", "shape alone"):
-                touch(kind, own)  # which is sent
-            else:
-                assert "test_lazy_collectives.py" in refused(lambda: touch(kind, own))
-            if kind == "shape alone":
-                touch(kind, other)
-            else:
-                text = refused(lambda: touch(kind, other))
-                lines = (touch.__code__.co_firstlineno, touch.__code__.co_firstlineno + 14)
-                at, launched = (int(part.split(":")[1].split()[0].rstrip(")")) for part in text.split(".py")[1:])
-                assert lines[0] < at < lines[1] < launched
-            handle.wait()
-            for other_place in (own, other, outside):
-                touch(kind, other_place)
-        touch(kind, other)
-
-    run_ranks(2, run)
-
-
-def bucket_of_two_streams(group: ProcessGroup, *, is_ordered: bool) -> None:
-    """As findings have it: two parameters of a bucket get their gradients on two streams. The launch is ordered behind
-    the stream of the last hook alone, unless that stream has waited for the other."""
-    collectives, streams, bucket = lazy(group), Streams(), torch.zeros(8)
-    with InFlightGuard(streams):
-        bucket.zero_()
-        with streams.on("branch"):
-            streams.wait_for(MAIN)
-            bucket[:4].add_(1.0)
-        bucket[4:].add_(1.0)
-        if is_ordered:
-            streams.wait_for("branch")
-        collectives.reduce_scatter(bucket, 1.0).wait()
-        bucket.zero_()
-
-
-@pytest.mark.real_collectives("has doubles of its own")
-def test_a_bucket_that_is_launched_behind_one_of_its_two_streams_is_seen() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        bucket_of_two_streams(group, is_ordered=True)
-        text = refused(lambda: bucket_of_two_streams(group, is_ordered=False))
-        assert "reduce-scatter" in text
-        assert "is not ordered behind aten.add_.Tensor on stream 'branch'" in text
-
-    run_ranks(2, run)
-
-
-@pytest.mark.real_collectives("has doubles of its own")
-def test_buffers_that_are_zeroed_on_another_stream_are_seen() -> None:
-    """By the first hook, say, while another stream adds a gradient already."""
-    streams, bucket = Streams(), torch.zeros(8)
-    with InFlightGuard(streams):
-        bucket.zero_()
-        with streams.on("branch"):
-            assert "is not ordered behind aten.zero_.default on stream 'main'" in refused(lambda: bucket[:4].add_(1.0))
-
-
-def first_reader_waits(group: ProcessGroup, *, for_both: bool) -> None:
-    """The first reader of a parameter waits for its bucket, on the stream that it reads on."""
-    collectives, streams, params = lazy(group), Streams(), torch.ones(8)
-    with InFlightGuard(streams):
-        handles = [collectives.all_gather(params)]
-
-        def read() -> None:
-            if handles:
-                handles.pop().wait()
-                if for_both:
-                    reader = streams.current
-                    with streams.on(MAIN):
-                        streams.wait_for(reader)
-            params.sum()
-
-        with streams.on("average"):
-            read()
-        read()
-
-
-@pytest.mark.real_collectives("has doubles of its own")
-def test_weights_that_only_the_first_readers_stream_waited_for_are_seen() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        first_reader_waits(group, for_both=True)
-        text = refused(lambda: first_reader_waits(group, for_both=False))
-        assert "aten.sum.default on stream 'main'" in text
-        assert "is not ordered behind all-gather" in text
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_parameters_arrive_on_the_stream_of_the_loop_whoever_reads_them_first(
     monkeypatch: pytest.MonkeyPatch, is_first: bool
@@ -475,18 +247,3 @@ def test_parameters_arrive_on_the_stream_of_the_loop_whoever_reads_them_first(
 
 
 # --- ranks that are threads ------------------------------------------------------------------------------------------
-
-
-def test_ranks_that_use_an_operator_first_at_once_get_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch lets go of the first of two, which its dispatcher refers to."""
-    get = torch._ops._get_packet
-
-    def get_slowly(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return get(*arguments)
-
-    monkeypatch.setattr(torch._ops, "_get_packet", get_slowly)
-    every = [name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names()]
-    unused = next(name for name in every if "::" not in name and name not in vars(torch.ops.aten))
-    first, second = run_ranks(2, lambda rank, group: getattr(torch.ops.aten, unused))
-    assert first is second

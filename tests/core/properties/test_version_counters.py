@@ -127,51 +127,6 @@ def test_a_forward_between_a_forward_and_its_backward(
             torch.testing.assert_close(mine[name], reference[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def unfrozen(model: Any, optimizer: Any, module: Net) -> None:
-    module.frozen.requires_grad_(True)
-    model.include_trainable()
-
-
-def loaded(model: Any, optimizer: Any, module: Net) -> None:
-    every = model.engine.collectives.all_gather_objects(optimizer.state_dict())
-    optimizer.load_state_dict(every[0])
-
-
-BESIDE: dict[str, Callable[[Any, Any, Net], object]] = {
-    "the optimizer's state": lambda model, optimizer, module: optimizer.state_dict(),
-    "the optimizer's own state, loaded": loaded,
-    "the weights": lambda model, optimizer, module: model.state_dict(),
-    "whole gradients": lambda model, optimizer, module: [model.full_grad(p) for p in module.layers.parameters()],
-    "norms": lambda model, optimizer, module: (model.grad_norms(), optimizer.grad_norm()),
-    "a check of the replicas": lambda model, optimizer, module: model.check_replicas(),
-    "weights that are waited for": lambda model, optimizer, module: model.finish_param_gather(),
-    "a layer that is unfrozen": unfrozen,
-}
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-@each_engine
-def test_no_call_beside_a_step_moves_a_version(beside: str, size: int, options: Mapping[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model, optimizer = wrapped(rank, group, options)
-        # The first backward ends in a move to other buckets, and state has to be there.
-        for step in range(2):
-            optimizer.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-        loss = model(batch(rank, 2)).square().mean()
-        before = versions(module)
-        BESIDE[beside](model, optimizer, module)
-        assert versions(module) == before
-        loss.backward()
-        optimizer.zero_grad()
-        assert versions(module) == before
-        model.close()
-        assert versions(module) == before
-
-    run_ranks(size, run)
-
-
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -267,54 +266,3 @@ def test_a_backward_that_is_tried_again_after_an_error(way: dict[str, Any]) -> N
 
     ours = grads_with_ours(two_layers, retried, **way, bucket_size=1)
     assert_equal(ours, grads_with_ddp(two_layers, one_backward))
-
-
-@dataclasses.dataclass
-class Output:
-    """An output of some models; torch's pytree does not look inside."""
-
-    hidden: Tensor
-    name: str = "output"
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_backward_of_one_output_inside_that_of_another(way: dict[str, Any]) -> None:
-    def nested(model: Any, rank: int) -> None:
-        first, second = model(batch(rank, 0)), model(batch(rank, 1))
-        tries: list[int] = []
-
-        def nest(grad: Tensor) -> None:
-            tries.append(1)
-            if len(tries) == 1:
-                with torch.enable_grad():
-                    second.square().sum().backward()
-
-        model.module[2].weight.register_hook(nest)
-        first.square().sum().backward()
-
-    def one_after_the_other(model: Any, rank: int) -> None:
-        (model(batch(rank, 0)).square().sum() + model(batch(rank, 1)).square().sum()).backward()
-
-    ours = grads_with_ours(two_layers, nested, **way, bucket_size=1)
-    assert_equal(ours, grads_with_ddp(two_layers, one_after_the_other), 1e-6)
-
-
-def test_outputs_in_a_dataclass_with_reentrant_checkpoints() -> None:
-    """The end of the outermost backward is known, so the promise of a gradient for every parameter is judged there."""
-
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Output:
-            for layer in self.layers:
-                x = recomputed(layer, x, True)
-            return Output(x)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(find_unused_parameters=False, bucket_size=1)
-        model = DistributedDataParallel(Wrapped(), config, group)
-        model(batch(rank).requires_grad_()).hidden.sum().backward()
-
-    run_ranks(2, run)

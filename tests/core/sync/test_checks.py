@@ -15,12 +15,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import (
-    CollectiveError,
     MicrobatchMismatchError,
     NonFiniteGradError,
     UnusedParameterError,
 )
-from megastrategy.core.events import Event, EventKind
 from tests.support.budgets import HostReads, work_as_on_an_accelerator
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.engines import engines
@@ -399,82 +397,4 @@ def test_a_gradient_written_after_the_reduction_is_what_norms_and_steps_see() ->
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str) -> None:
-    """As under torch DDP, where ``.grad`` is there for both."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        results = []
-        for ours in (True, False):
-            module = two_layers()
-            if ours:
-                model: Any = DistributedDataParallel(
-                    module, DistributedDataParallelConfig(bucket_size=100, **MODES[mode]), group
-                )
-            else:
-                model = TorchDDP(module, process_group=group)
-            optimizers: list[Any] = [
-                torch.optim.Adam(module.parameters(), lr=0.01),
-                torch.optim.SGD(module[2].parameters(), lr=0.1),
-            ]
-            if ours:
-                optimizers = [DistributedOptimizer(optimizer, model) for optimizer in optimizers]
-            for step in range(3):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                model(torch.full((2, 10), float(step + rank))).square().sum().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            results.append({name: value.clone() for name, value in module.state_dict().items()})
-        assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
-
-    run_ranks(2, run)
-
-
 # --- what a listener can measure -------------------------------------------------------------------------------------
-
-
-@pytest.mark.real_collectives("times a delay in gloo's thread")
-def test_waiting_lies_between_its_events() -> None:
-    """Exposed communication is the time between WAIT_START and WAIT_END: at least the delay, for either kind."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        events: list[Event] = []
-        collectives = DelayingCollectives(group, 0.05)
-        model = DistributedDataParallel(
-            nn.Linear(3, 3), DistributedDataParallelConfig(), collectives=collectives, listener=events.append
-        )
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        kinds = [(event.kind, event.index) for event in events]
-        starts = [event for event in events if event.kind is EventKind.WAIT_START]
-        ends = [event for event in events if event.kind is EventKind.WAIT_END]
-        assert [event.index for event in starts] == [event.index for event in ends] == [0, 1]
-        assert kinds.index((EventKind.WAIT_START, 0)) < kinds.index((EventKind.REDUCE_END, 0))
-        assert kinds.index((EventKind.REDUCE_END, 0)) < kinds.index((EventKind.WAIT_END, 0))
-        assert ends[0].time_ns - starts[0].time_ns > 0.045e9
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("waits_for", ["gradients", "weights"])
-def test_waiting_that_ends_in_an_error_has_its_end_event_too(waits_for: str) -> None:
-    """Or a listener that adds up the time between would take all the rest of the run for communication."""
-    events: list[Event] = []
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        listener = events.append if rank == 0 else None
-        model = DistributedDataParallel(nn.Linear(3, 3), DistributedDataParallelConfig(), group, listener=listener)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        if rank == 1 and waits_for == "gradients":
-            raise ZeroDivisionError("on purpose, before backward")
-        model(torch.ones(2, 3)).sum().backward()
-        if rank == 1:
-            raise ZeroDivisionError("on purpose, before the step")
-        optimizer.step()
-
-    waiting, _ = try_ranks(2, run)
-    assert isinstance(waiting, CollectiveError)
-    waits = [(event.kind, event.index) for event in events if event.kind in (EventKind.WAIT_START, EventKind.WAIT_END)]
-    assert waits[-2:] == [(EventKind.WAIT_START, index := int(waits_for == "weights")), (EventKind.WAIT_END, index)]

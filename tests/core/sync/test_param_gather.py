@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import threading
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from tests.support.doubles import DelayingCollectives, FailingCollectives
@@ -213,72 +211,6 @@ def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
         assert type(raw.weight) is Parameter
         assert torch.equal(before, weight)
         setup.model.close()
-
-    run_ranks(2, run)
-
-
-def test_questions_that_need_no_element_do_not_wait() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group)
-        for param in setup.module.parameters():
-            assert param.requires_grad
-            assert (param.device.type, param.dtype) == ("cpu", torch.float32)
-            assert param.grad is None or isinstance(param.grad, ReducedGrad)
-            param.grad = None
-            assert isinstance(param, Parameter)
-            assert param in {param: 1}
-        setup.model.zero_grad()
-        setup.optimizer.zero_grad()
-        assert all(setup.awaited())
-        setup.model.close()
-        assert not any(setup.awaited())
-
-    run_ranks(2, run)
-
-
-def test_several_threads_may_read_at_once() -> None:
-    (weight, *_) = expected_weights()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, delay_s=0.1)
-        start, read = threading.Barrier(4), []
-
-        def target() -> None:
-            start.wait()
-            read.append(setup.module[0].weight.detach().clone())
-
-        threads = [threading.Thread(target=target) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(read) == 4
-        assert all(torch.equal(value, weight) for value in read)
-        setup.model.close()
-
-    run_ranks(2, run)
-
-
-def test_a_parameter_made_of_the_class_of_one_on_its_way_is_a_plain_one() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group)
-        made = type(setup.module[0].weight)(torch.ones(3))
-        assert made.sum() == 3
-        assert type(made) is Parameter
-        setup.model.close()
-
-    run_ranks(2, run)
-
-
-def test_parameters_may_outlive_the_wrapper_and_the_module() -> None:
-    (weight, *_) = expected_weights()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group)
-        param = setup.module[0].weight
-        del setup
-        gc.collect()
-        assert torch.equal(param.detach(), weight)
 
     run_ranks(2, run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -48,17 +47,3 @@ def test_trials_compile_nothing(by_rows: bool) -> None:
     weight.grad = torch.ones(3, 4)
     optimizer.step()
     assert optimizer.num_graphs == [1]
-
-
-def test_threads_that_try_at_once_leave_the_compiler_on() -> None:
-    optimizers = [Compiled([torch.nn.Parameter(torch.ones(3, 4))]) for _ in range(4)]
-    arguments = [(optimizer, torch.device("cpu"), torch.float32) for optimizer in optimizers]
-    threads = [threading.Thread(target=probe, args=args) for args in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    weight = optimizers[0].param_groups[0]["params"][0]
-    weight.grad = torch.ones(3, 4)
-    optimizers[0].step()
-    assert [optimizer.num_graphs for optimizer in optimizers] == [[1], [0], [0], [0]]

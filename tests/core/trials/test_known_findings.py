@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastrategy.core.trials.known_findings import KnownFindings
@@ -35,10 +34,6 @@ def asked(known: KnownFindings, optimizer: torch.optim.Optimizer, dtype: torch.d
     with Operations() as operations:
         findings = known.probe(optimizer, CPU, dtype)
     return findings, operations.count > 0
-
-
-class Own(SGD):
-    """A user's class."""
 
 
 def test_the_same_class_and_options_are_tried_once() -> None:
@@ -68,41 +63,6 @@ def test_what_differs_is_tried(make: Callable[[], torch.optim.Optimizer], dtype:
     asked(known, AdamW(params(), lr=0.1))
     assert asked(known, make(), dtype)[1]
     assert not asked(known, make(), dtype)[1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Own(params(), lr=0.1),
-        lambda: AdamW(params(), lr=torch.tensor(0.1)),
-    ],
-    ids=["a user's class", "a tensor among the options"],
-)
-def test_what_may_depend_on_more_is_tried_each_time(make: Callable[[], torch.optim.Optimizer]) -> None:
-    known = KnownFindings()
-    assert [asked(known, make())[1] for _ in range(2)] == [True, True]
-
-
-def test_a_hook_on_all_steps_is_not_remembered_with_or_without() -> None:
-    known = KnownFindings()
-    handle = register_optimizer_step_pre_hook(lambda *_: None)
-    try:
-        assert [asked(known, AdamW(params(), lr=0.1))[1] for _ in range(2)] == [True, True]
-    finally:
-        handle.remove()
-    assert asked(known, AdamW(params(), lr=0.1))[1]
-
-
-def test_another_step_in_the_place_of_a_classs_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_by_norm(self: SGD, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            with torch.no_grad():
-                param.sub_(param.grad / param.grad.norm(), alpha=0.1)
-
-    known = KnownFindings()
-    assert not asked(known, SGD(params(), lr=0.1))[0].whole_groups
-    monkeypatch.setattr(SGD, "step", step_by_norm)
-    assert asked(known, SGD(params(), lr=0.1))[0].whole_groups
 
 
 def test_an_optimizer_with_another_inside_is_looked_at_each_time() -> None:
