@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from .._prepared_models import PreparedModels
 from ..core import (
-    REDUCER_ATTRIBUTES,
     DistributedDataParallel,
     join_norm,
     norms_over_owners,
@@ -34,6 +33,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
     """
 
     _has_uneven_batches = False
+    _static_graph_delay_allreduce_enqueued = True  # sentence-transformers asks: the first backward is as the others
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,9 +42,6 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             module = self.__dict__.get("_modules", {}).get("module")
             # in a copy that is being made there is no module yet, and to ask for it would come here again
             if module is None:
-                raise
-            # after the module, which may have an attribute of the same name and is more likely meant
-            if name in REDUCER_ATTRIBUTES and not hasattr(module, name):
                 raise
             return getattr(module, name)
 

@@ -57,21 +57,14 @@ from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, 
 from .shards import gather_states, number_params, to_host
 from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
-    DDP_ATTRIBUTES,
-    DDP_FUNCTIONS,
-    REDUCER_ATTRIBUTES,
     config_from_arguments,
     describe_translation,
-    refuse_function,
 )
 from .trials import KnownFindings
 
 __all__ = [
-    "DDP_ATTRIBUTES",
-    "DDP_FUNCTIONS",
     "EXTRA_FILE",
     "MARKER",
-    "REDUCER_ATTRIBUTES",
     "Bucket",
     "BufferLayout",
     "CheckpointError",
@@ -130,7 +123,6 @@ __all__ = [
     "norms_over_owners",
     "number_params",
     "private_group",
-    "refuse_function",
     "replace_meta",
     "scale_to_norm_",
     "subgroup",

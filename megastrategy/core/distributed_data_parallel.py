@@ -23,7 +23,7 @@ from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
 from .sync import Replicas, read_count, weigh
-from .torch_ddp_surface import config_with, ddp_attribute, logging_data, refuse_comm_hook
+from .torch_ddp_surface import config_with, refuse_comm_hook
 
 
 class DistributedDataParallel(nn.Module):
@@ -62,7 +62,7 @@ class DistributedDataParallel(nn.Module):
         module: the wrapped module.
         device: of all parameters.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
-        buffers_differ: whether module buffers may have changed since they were last broadcast.
+        require_forward_param_sync: whether module buffers may have changed since they were last broadcast.
 
     Raises:
         ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or DTensors
@@ -88,10 +88,12 @@ class DistributedDataParallel(nn.Module):
         if torch_options or not isinstance(config, DistributedDataParallelConfig | None):
             config = config_with(config, torch_options, common_device(dict(module.named_parameters())))
         self.ddp_config = config or DistributedDataParallelConfig()
-        self.static_graph_is_declared = False
         self.require_backward_grad_sync = True
         self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
-        self.buffers_differ = True
+        # Attributes of torch DDP that Lightning (strategies/ddp.py), Accelerate (trigger_sync_in_backward)
+        # and sentence-transformers' cached losses read, or set.
+        self.require_forward_param_sync = True
+        self.static_graph = self.ddp_config.static_graph
         self._engine: Engine | None = Engine(
             self,
             self.ddp_config,
@@ -108,15 +110,6 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # In a subclass that shows the module's attributes, the module's own is more likely meant.
-            if "ddp_config" not in self.__dict__ or hasattr(self.module, name):
-                raise
-        return ddp_attribute(self, name)
-
     def _set_static_graph(self) -> None:
         """Records the declaration, and changes nothing.
 
@@ -125,14 +118,7 @@ class DistributedDataParallel(nn.Module):
         """
         if self.static_graph:
             warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
-        self.static_graph_is_declared = True
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return logging_data(self)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward broadcasts module buffers."""
-        return self.buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())
+        self.static_graph = True
 
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError, with the alternative."""
@@ -202,7 +188,7 @@ class DistributedDataParallel(nn.Module):
                 group.before_forward(args, kwargs)
         if engine.param_buffers is not None:
             engine.param_gather.before_forward()
-        if self.buffers_differ and self.ddp_config.broadcast_buffers:
+        if self.require_forward_param_sync and self.ddp_config.broadcast_buffers:
             engine.broadcast_buffers()
         # If nothing could be sent earlier, a single graph is faster.
         is_split = training and engine.sends_under_backward and len(engine.layout.buckets) > 1
@@ -211,7 +197,7 @@ class DistributedDataParallel(nn.Module):
     @_disable_dynamo
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
-        self.buffers_differ = training and sync
+        self.require_forward_param_sync = training and sync
         # A forward that runs the backwards of a batch leaves nothing for a later backward.
         if training and engine.reducer.batch is None:
             engine.reducer.after_forward(outputs, sync)
@@ -271,7 +257,7 @@ class DistributedDataParallel(nn.Module):
 
     def leave_buffers_apart(self) -> None:
         """Keeps each rank's module buffers of its last forward: the next forward does not broadcast."""
-        self.buffers_differ = False
+        self.require_forward_param_sync = False
 
     def include_trainable(self) -> None:
         """Adds parameters that require gradients now and did not before, so that they are synchronised.

@@ -39,15 +39,8 @@ LIVES_IN = {
     "torch.ops.aten.add.Tensor": "_schema",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
-    "torch.nn.parallel.distributed": (
-        "_accum_grad_hooks _active_ddp_module _bucket_config _comm_hooks _ddp_params_and_buffers_to_ignore "
-        "_ddp_sink_clone _delay_all_reduce_all_params _distributed_rank _register_builtin_comm_hook "
-        "_delay_all_reduce_params _delay_grad_buffer _delay_grad_views _has_rebuilt_buckets _join_config "
-        "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
-        "_static_graph_delay_allreduce_enqueued _sync_buffers _use_python_reducer"
-    ),
+    "torch.nn.parallel.distributed": "_active_ddp_module _ddp_params_and_buffers_to_ignore",
     "torch.distributed.pipelining.stage": "_stage_meta",
-    "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.distributed.ProcessGroup": (
         "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base "
         "_register_backend _set_default_backend _set_group_desc _set_group_name"

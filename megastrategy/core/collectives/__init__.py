@@ -69,7 +69,6 @@ __all__ = [
     "second_collectives",
     "shard_collectives",
     "subgroup",
-    "world_group",
 ]
 
 

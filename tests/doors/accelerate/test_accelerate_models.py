@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
-from megastrategy.core import DDP_ATTRIBUTES
 from tests.support.comparison import assert_equal
 
 from ..accelerate_loops import (
@@ -121,27 +119,6 @@ def test_models_of_torch_jit_train_as_with_torch_ddp(
 ) -> None:
     ours = worlds.run(train_traced, "megatron_ddp", make, mode)
     assert_equal(ours, worlds.run(train_traced, "ddp", make, {}), 0.0, "weights")
-
-
-def call_torch_ddps_own() -> list[str]:
-    """All that torch's class has beside a Module's."""
-    accelerator = make_accelerator("megatron_ddp")
-    model = accelerator.prepare(net_of())
-    refused = []
-    for name, value in vars(TorchDDP).items():
-        if inspect.isfunction(value) and not name.startswith("__") and not hasattr(nn.Module, name):
-            own = ("no_sync", "forward", "_set_static_graph", "will_sync_module_buffers", "_get_ddp_logging_data")
-            engines = getattr(type(model), name) is not value and name in own
-            if not engines and name not in DDP_ATTRIBUTES:
-                with pytest.raises(NotImplementedError, match=rf"{name}\(\) belongs to torch DDP"):
-                    getattr(model, name)()
-                refused.append(name)
-    return refused
-
-
-def test_torch_ddps_own_functions_are_refused_by_name(worlds: Worlds) -> None:
-    for refused in worlds.run(call_torch_ddps_own):
-        assert {"join", "register_comm_hook", "_register_fused_optim", "_update_process_group"} <= set(refused)
 
 
 class Blocks(nn.Module):
