@@ -19,7 +19,6 @@ def planned_layout(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,
     dp_size: int,
-    order: Sequence[int] | None = None,
 ) -> BufferLayout:
     """Returns the layout of ``specs``, whose domains may be those of another number of ranks.
 
@@ -32,7 +31,7 @@ def planned_layout(
         else spec
         for spec in specs
     ]
-    return build_layout(there, config, dp_size, order)
+    return build_layout(there, config, dp_size)
 
 
 def expert_domain(config: DistributedDataParallelConfig, dp_size: int, num_parts: int) -> Domain:

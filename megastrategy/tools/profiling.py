@@ -24,7 +24,6 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core import DistributedDataParallel, Event, EventKind, combine_listeners
-from .recorded_model import RecordedModel
 from .timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step
 
 _RANK_PROGRAM = "megastrategy.tools.profiling"
@@ -91,7 +90,7 @@ def run_script(
 class Recorder:
     """The listener of one wrapped model: keeps the events of ``num_steps`` steps after the first ``skip``.
 
-    Gradients that are ready are kept apart: a timeline does not show them.
+    Gradients that are ready are left out: a timeline does not show them.
 
     Args:
         on_done: called once, when the last of these steps has ended.
@@ -101,8 +100,6 @@ class Recorder:
         self._skip, self._end, self._on_done = skip, skip + num_steps, on_done
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._events: list[Event] = []
-        self._cpu_ns: list[tuple[int, int]] = []  # by event, of this thread and of the process
-        self._recorded: RecordedModel | None = None
         self._reduced_bytes: list[int] = []
         self._gathered_bytes: list[int] = []
         self._num_steps = 0
@@ -138,9 +135,8 @@ class Recorder:
             # bucket numbers before and after a change mean different buckets, which one table cannot show
             self._start_after_this_step()
             return
-        if self._num_steps >= self._skip:
+        if self._num_steps >= self._skip and event.kind is not EventKind.GRAD_READY:
             self._events.append(event)
-            self._cpu_ns.append((time.thread_time_ns(), time.process_time_ns()))
             if self._clock is not None:
                 self._clock.stamp()
         # not before the next forward has waited for the last step's gathers
@@ -152,7 +148,7 @@ class Recorder:
         """Drops the events so far, which are of other buckets, and begins again after this step."""
         later = max(0, self._num_steps + 1 - self._skip)
         self._skip, self._end = self._skip + later, self._end + later
-        self._events, self._cpu_ns = [], []
+        self._events = []
         if self._clock is not None:
             self._clock.forget()
 
@@ -161,27 +157,18 @@ class Recorder:
         buffers = [layout.buffers[bucket.buffer] for bucket in layout.buckets]
         numels = [bucket.numel for bucket in layout.buckets]
         self._reduced_bytes = [n * b.grad_wire_dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
-        self._recorded = RecordedModel.of(model)
         self._gathered_bytes = [n * b.dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
 
     def take(self) -> ModelEvents:
         """Returns the events so far."""
         events = self._events if self._clock is None else self._clock.timed(self._events)
-        timed = list(zip(events, self._cpu_ns, strict=True))
-        kept = [(event, cpu_ns) for event, cpu_ns in timed if event.kind is not EventKind.GRAD_READY]
-        if (recorded := self._recorded) is not None:
-            ready = [
-                (event.index, event.time_ns, cpu_ns[0]) for event, cpu_ns in timed if event.kind is EventKind.GRAD_READY
-            ]
-            recorded = dataclasses.replace(recorded, cpu_ns=[cpu_ns for _, cpu_ns in kept], ready=ready)
         num_skipped = min(self._num_steps + self._is_complete, self._skip)
         return ModelEvents(
-            [event for event, _ in kept],
+            events,
             self._reduced_bytes,
             self._gathered_bytes,
             num_skipped,
             self._has_optimizer,
-            recorded,
         )
 
 

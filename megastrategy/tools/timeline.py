@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import Event, EventKind
-from .recorded_model import RecordedModel
 
 _Interval = tuple[int, int]
 
@@ -137,7 +136,6 @@ class ModelEvents:
         reduced_bytes, gathered_bytes: by bucket.
         num_skipped_steps: how many steps it had done before the first of these events.
         has_optimizer: whether a DistributedOptimizer steps it, and has events.
-        recorded: the model's description, and when gradients arrived, if that was kept.
     """
 
     events: Sequence[Event]
@@ -145,7 +143,6 @@ class ModelEvents:
     gathered_bytes: Sequence[int] = ()
     num_skipped_steps: int = 0
     has_optimizer: bool = True
-    recorded: RecordedModel | None = None
 
     @property
     def steps(self) -> list[Step]:
@@ -170,8 +167,7 @@ class RankEvents:
         """Returns plain types."""
         models = [
             {
-                **dataclasses.asdict(dataclasses.replace(model, recorded=None)),
-                "recorded": None if model.recorded is None else model.recorded.to_json(),
+                **dataclasses.asdict(model),
                 "events": [[event.kind.value, event.index, event.time_ns, event.ran_ns] for event in model.events],
             }
             for model in self.models
@@ -185,7 +181,6 @@ class RankEvents:
             ModelEvents(
                 **{
                     **model,
-                    "recorded": RecordedModel.from_json(kept) if (kept := model.get("recorded")) else None,
                     "events": [
                         Event(EventKind(kind), index, time_ns, tuple(ran_ns) if ran_ns else None)
                         for kind, index, time_ns, ran_ns in model["events"]

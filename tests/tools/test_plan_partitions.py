@@ -20,7 +20,7 @@ from torch import nn
 import megastrategy
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan import search as search_module
-from megastrategy.tools.plan.cards import KNOWN, parse_cards
+from megastrategy.tools.plan.cards import KNOWN, parse_cards, parse_flops
 from megastrategy.tools.plan.layers import measure_layers
 from megastrategy.tools.plan.partitions import NothingFitsError, plan_of
 from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms, timeline
@@ -94,6 +94,13 @@ def test_the_studys_metric_is_least_for_its_slowest_row() -> None:
         waste([KNOWN[name] for name in row[0].split()], [float(gb) * 1e9 for gb in row[3].split()]) for row in ROWS
     ]
     assert [round(found[row], 2) for row in (0, 1, 2, 3, 7)] == [3.25, 3.19, 3.12, 3.21, 2.90]
+
+
+def test_speeds_have_units() -> None:
+    assert parse_flops("200TFLOPS") == 2e14
+    for text in ("200", "0TFLOPS", "200TB/s"):
+        with pytest.raises(ValueError, match="such as 200TFLOPS"):
+            parse_flops(text)
 
 
 @pytest.mark.parametrize("num_cards", [1, 2, 4])
@@ -377,7 +384,7 @@ def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytes
         (["--keep-together", "3-1"], 2, "'3-1': expected the first and the last layer"),
         (["--slack", "nan"], 1, "from 0 to below 1"),
         (["--ranks", "2"], 2, "--cards takes no --ranks"),
-        (["--profile", "."], 2, "--cards takes no --profile"),
+        (["--values"], 2, "--cards takes no --values"),
         (["-m"], 2, "--cards takes no --module"),
     ]:
         done = CliRunner().invoke(root, [*options, *sample, *wrong, "planned_project:layers"])

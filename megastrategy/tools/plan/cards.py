@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from .links import parse_flops
 from .memory import parse_bytes
 
 
@@ -34,6 +33,17 @@ KNOWN = {
     )
 }
 """By name."""
+
+
+_FLOPS = {"PFLOPS": 1e15, "TFLOPS": 1e12, "GFLOPS": 1e9}
+
+
+def parse_flops(text: str) -> float:
+    """Reads ``200TFLOPS``, floating-point operations a second. Raises ValueError for other text."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_FLOPS)})", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r}: expected operations in a second ({', '.join(_FLOPS)}), such as 200TFLOPS")
+    return float(match[1]) * _FLOPS[match[2]]
 
 
 def parse_cards(text: str) -> list[Card]:

@@ -22,14 +22,10 @@ from ..click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, is_module_optio
 from ..rendering import show
 from .cards import Card, parse_cards
 from .layers import first_line
-from .links import parse_flops, parse_link
 from .memory import parse_bytes, parse_ranks
-from .one_step import MeasuredStep
 from .partitions import Plan, plan
-from .recorded_work import ProfileError, measure, read_profile
 from .report import memory_json, memory_tables, partition_table
 from .scripts import PlanError, measure_script
-from .timing import Training, of_operations, of_profile, predict, time_json, time_tables
 
 _LAYERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -51,12 +47,6 @@ class _Plan(Command):
 )
 @click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
 @click.option("--device-memory", "memory", default="80GiB", help="Of one device, with its unit.")
-@click.option("--link", help="Of a rank, one way, and the time of a hop: 25GB/s,5us. With --profile or --flops.")
-@click.option("--node-link", help="Inside an instance of the optimizer, if that is another link.")
-@click.option("--flops", help="What a device does in a second, for an estimate of the time: 200TFLOPS. With --link.")
-@click.option(
-    "--profile", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A folder of megastrategy profile."
-)
 @click.option("--values", "computes", is_flag=True, help="Compute the step, and do not only look at its shapes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @is_module_option
@@ -74,11 +64,11 @@ class _Plan(Command):
     "--picture", type=click.Path(dir_okay=False, path_type=Path), help="With --cards: draw it into this file."
 )
 @click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
-@click.argument("script", required=False)
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def plan_command(
-    context: click.Context, /, script: str | None, arguments: tuple[str, ...], cards: str | None, **options: Any
+    context: click.Context, /, script: str, arguments: tuple[str, ...], cards: str | None, **options: Any
 ) -> None:
     """Say whether SCRIPT fits, on each number of ranks: its first step is run here, without devices and peers.
 
@@ -86,25 +76,19 @@ def plan_command(
     -m megastrategy.launch SCRIPT for Accelerate. It is ended when its second step begins; what it writes until then is
     written. Large tensors have shapes and no values, so a model larger than this machine can be planned.
 
-    With --profile, say how long a step takes on each, from one profile on two ranks (then SCRIPT may be left out); with
-    --flops and --link, by an estimate.
-
     With --cards, say how SCRIPT, a module:name of a list of layers, is best cut for cards that differ.
     """
-    if script is None and (cards is not None or options["profile"] is None):
-        raise click.UsageError("Missing argument 'SCRIPT'.")
     _check_given(context, cuts=cards is not None)
     try:
         if cards is not None:
-            assert script is not None, "looked at above"
             _plan_partitions(script, cards, **options)
         else:
             _plan_ranks(script, arguments, **options)
-    except (PlanError, ProfileError) as error:
+    except PlanError as error:
         raise click.ClickException(str(error)) from error
 
 
-_OF_RANKS = ("ranks", "memory", "link", "node_link", "flops", "profile", "computes", "is_module", "arguments")
+_OF_RANKS = ("ranks", "memory", "computes", "is_module", "arguments")
 _OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "picture", "together")
 
 
@@ -138,7 +122,7 @@ def _mentions(script: str, option: str) -> bool:
 
 
 def _plan_ranks(
-    script: str | None,
+    script: str,
     arguments: tuple[str, ...],
     *,
     is_module: bool,
@@ -146,60 +130,21 @@ def _plan_ranks(
     memory: str,
     computes: bool,
     as_json: bool,
-    link: str | None,
-    node_link: str | None,
-    flops: str | None,
-    profile: Path | None,
     **_: Any,
 ) -> None:
     try:
         sizes, device_bytes = parse_ranks(ranks), parse_bytes(memory)
-        outer = None if link is None else parse_link(link)
-        inner = None if node_link is None else parse_link(node_link)
-        speed = None if flops is None else parse_flops(flops)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    _check_speed_options(link, node_link, flops, profile)
-    if script is not None and not is_module and not Path(script).is_file():
+    if not is_module and not Path(script).is_file():
         what = "is no file" if Path(script).exists() else "does not exist"
         raise click.UsageError(f"the script {script} {what}")
-    steps: list[MeasuredStep] = []
-    if script is not None:
-        arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
-        steps = measure_script(script, arguments, sizes, is_module=is_module, computes=computes)
-    # Gathers and reductions stay inside an instance; what crosses goes over the other link.
-    links = (inner or outer, outer if inner is not None else None)
-    training: Training | None = None
-    try:
-        if profile is not None:
-            training = of_profile(measure(read_profile(profile)), *links)
-        elif speed is not None:
-            assert links[0] is not None, "looked at above"
-            training = of_operations(steps[0], speed, links[0], links[1])
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    predictions = predict(training, sizes) if training is not None else []
+    arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
+    steps = measure_script(script, arguments, sizes, is_module=is_module, computes=computes)
     if as_json:
-        content = memory_json(steps, device_bytes) if steps else {}
-        click.echo(json.dumps(content | ({"time": time_json(training, predictions)} if training else {}), indent=2))
-        return
-    if steps:
+        click.echo(json.dumps(memory_json(steps, device_bytes), indent=2))
+    else:
         show(*memory_tables(steps, device_bytes))
-    if training is not None:
-        show(*time_tables(training, predictions))
-
-
-def _check_speed_options(link: str | None, node_link: str | None, flops: str | None, profile: Path | None) -> None:
-    if flops is not None and profile is not None:
-        raise click.UsageError("--profile and --flops both say how fast a rank computes: choose one")
-    if flops is not None and link is None:
-        raise click.UsageError("--flops needs --link, such as --link 25GB/s,5us")
-    if link is not None and flops is None and profile is None:
-        raise click.UsageError(
-            "--link needs what a rank computes: --profile FOLDER of megastrategy profile, or --flops"
-        )
-    if node_link is not None and link is None:
-        raise click.UsageError("--node-link needs --link, the one between instances")
 
 
 def _plan_partitions(

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 LARGE_BYTES = 2**20
 """Ten times the largest tensor of an optimizer's trial, which has to be computed."""
@@ -35,7 +34,6 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live_bytes: of storages made since the start, and not freed.
         num_computed: operations on large tensors that were carried out since their shapes depend on values.
-        flops: floating-point operations of products and convolutions since the start, by their shapes.
     """
 
     def __init__(self, *, computes: bool) -> None:
@@ -51,7 +49,6 @@ class LiveBytes(TorchDispatchMode):
         self._num_storages = 0
         self.live_bytes = 0
         self.num_computed = 0
-        self.flops = 0.0
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -122,8 +119,6 @@ class LiveBytes(TorchDispatchMode):
         results = self._carry_out(func, args, kwargs, arguments)
         if self._counts:
             self._note(results, arguments)
-            if (count := flop_registry.get(func.overloadpacket)) is not None:
-                self.flops += count(*args, **kwargs, out_val=results)
         return results
 
     def _carry_out(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Any:

@@ -75,7 +75,6 @@ class MeasuredStep:
         step_peak_bytes: the most temporaries at once while optimizers step.
         computes: whether large tensors had values.
         num_computed: operations that were carried out on large tensors without values.
-        flops: of the first model, the events of its step: kind, index, and the floating-point operations until then.
         unknown: the parameters whose optimizer has made no step, and no trial step, so that its state is not counted.
     """
 
@@ -87,7 +86,6 @@ class MeasuredStep:
     step_peak_bytes: int
     computes: bool
     num_computed: int
-    flops: tuple[tuple[EventKind, int, float], ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -112,7 +110,6 @@ class OneStep:
         self._input_bytes = self._saved_bytes = 0
         self._steps: list[tuple[int, int]] = []  # places in the trace, of optimizers' steps
         self._step_start = 0
-        self._flops: list[tuple[EventKind, int, float]] = []
 
     @property
     def has_models(self) -> bool:
@@ -204,9 +201,6 @@ class OneStep:
             self._step_start = live.position()
         elif event.kind is EventKind.STEP_END:
             self._end_step()
-        is_first, is_in_step = number == next(iter(self._models)), number in self._begun - self._complete
-        if is_first and is_in_step and event.kind in _COUNTED:
-            self._flops.append((event.kind, event.index, live.flops))
         if number in self._begun and completes_step(event, model.engine.has_optimizer):
             self._complete.add(number)
 
@@ -250,7 +244,6 @@ class OneStep:
             inside,
             live.computes,
             live.num_computed,
-            tuple(self._flops),
             unknown,
         )
 
@@ -373,9 +366,6 @@ def _covered_bytes(tensors: Iterable[Tensor]) -> int:
         total += max(0, start + nbytes - max(start, reached))
         reached = max(reached, start + nbytes)
     return total
-
-
-_COUNTED = (EventKind.FORWARD_START, EventKind.BACKWARD_START, EventKind.GRAD_READY, EventKind.BACKWARD_END)
 
 
 def _holders(engine: Any) -> list[Any]:
