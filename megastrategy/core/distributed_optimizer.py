@@ -44,7 +44,6 @@ from .events import profiler_range
 from .optimizer import (
     GuardedState,
     ShardedOptimizer,
-    as_listed,
     check_optimizer,
     forwarding_members,
     gather_from,
@@ -317,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             engine.collectives.wait_for_device(engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_([*as_listed(shard_set, grads), *shard_set.extra_params.grads()], norm, max_norm)
+            scale_to_norm_([*grads.values(), *shard_set.extra_params.grads()], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -366,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         engine, shard_set = self._impl.engine, self._impl.shard_set
         # An extra parameter's gradient is not reduced, and may be infinite on only one rank.
         agreeing = engine.collectives if shard_set.extra_params.params else shard_set.owner_collectives
-        grads = [*as_listed(shard_set, owned_grads(shard_set)), *shard_set.extra_params.grads()]
+        grads = [*owned_grads(shard_set).values(), *shard_set.extra_params.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, engine.device)
         for ranks in engine.model_parallel.collectives:
             ranks.all_reduce_max(found_inf).wait()

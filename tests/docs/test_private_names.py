@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "megastrategy"
 LIVES_IN = {
     "torch._C": (
         "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr "
-        "_storage_Use_Count _current_autograd_node"
+        "_current_autograd_node"
     ),
     "torch._C._autograd": "_profiler_enabled",
     "torch._C._VariableFunctions": (

@@ -54,14 +54,13 @@ Clip = Literal["no", "value", "norm", "largest"]
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A parameter. ``used``: in which forwards. ``group``: of the optimizer's two, with learning rates of their own.
-    ``tied``: another module has it too, and a forward that uses it uses it twice. ``listed_twice``: in its group."""
+    ``tied``: another module has it too, and a forward that uses it uses it twice."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     used: Used = "always"
     group: int = 0
     tied: bool = False
-    listed_twice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +293,8 @@ def cases(draw: st.DrawFn) -> Case:
         used += ["rank 0", "never"] if config.static_graph else ["odd steps", "rank 0", "never"]
     sometimes = st.sampled_from([False, False, False, True])
     kind = st.sampled_from(dtypes)
-    with_ddp = Case(1, (), options, "SGD", ()).has_reference_in_ddp and dtypes == ["float32"]
-    twice = sometimes if with_ddp else st.just(False)  # the other reference rounds once a step
-    layer = st.builds(Layer, _shapes(), kind, st.sampled_from(used), st.integers(0, 1), sometimes, twice)
-    first = st.builds(Layer, _shapes(), kind, st.just("always"), st.just(0), sometimes, twice)
+    layer = st.builds(Layer, _shapes(), kind, st.sampled_from(used), st.integers(0, 1), sometimes)
+    first = st.builds(Layer, _shapes(), kind, st.just("always"), st.just(0), sometimes)
     layers = (draw(first), *draw(st.lists(layer, max_size=4)))
     optimizer = draw(st.sampled_from(list(OPTIMIZERS)))
     case = Case(draw(st.integers(1, MAX_RANKS)), layers, options, optimizer, ())

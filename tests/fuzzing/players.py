@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +77,12 @@ class Clock:
 
 
 def make_optimizer(case: Case, params: list[Tensor]) -> torch.optim.Optimizer:
-    listed = [
-        (param, layer) for param, layer in zip(params, case.layers, strict=True) for _ in range(1 + layer.listed_twice)
-    ]
+    listed = list(zip(params, case.layers, strict=True))
     groups = [[param for param, layer in listed if layer.group == g] for g in (0, 1)]
     options = OPTIMIZERS[case.optimizer]
     made = [{"params": groups[0]}, *([{"params": groups[1], "lr": options["lr"] / 4}] if groups[1] else [])]
     kind: Any = getattr(torch.optim, case.optimizer, None) or getattr(optimizers, case.optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
-        return kind(made, **options)  # type: ignore[no-any-return]
+    return kind(made, **options)  # type: ignore[no-any-return]
 
 
 class Player:
@@ -231,7 +226,7 @@ class Player:
             torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
 
     def clip_norm(self, largest: float, order: float) -> Tensor:
-        """The norm of the optimizer's gradients: a parameter that is listed twice counts twice."""
+        """The norm of the optimizer's gradients."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, largest, order)
 

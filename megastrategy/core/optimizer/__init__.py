@@ -5,7 +5,7 @@ from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
 from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
-from .norms import as_listed, norm_of_grads, num_zeros, owned_grads, param_norm
+from .norms import norm_of_grads, num_zeros, owned_grads, param_norm
 from .optimizer_checks import check_optimizer, not_shardable
 from .optimizer_copies import refuse_copy, same
 from .shard_set import ShardSet, gather_from
@@ -19,7 +19,6 @@ __all__ = [
     "ShardSet",
     "ShardedOptimizer",
     "adapt_scaler",
-    "as_listed",
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",

@@ -40,7 +40,7 @@ class ExtraParams:
         """Looks through the groups, which hold the model's Parameters.
 
         Raises:
-            ValueError: if none of the parameters is the model's, or one is another wrapped model's.
+            ValueError: if none of the parameters is the model's, or one is another wrapped model's, or listed twice.
         """
         groups = self._optimizer.param_groups
         known = {id(param) for param in self._engine.named_params().values()}
@@ -48,6 +48,8 @@ class ExtraParams:
         params = [((n, place), param) for n, group in enumerate(groups) for place, param in enumerate(group["params"])]
         found = [(place, param) for place, param in params if id(param) not in known]
         kind = type(self._optimizer).__name__
+        if not self._engine.steps_params_themselves:
+            _check_listed_once(groups, params, kind)
         # None is the model's: almost certainly the optimizer was built before the model was copied, moved or prepared.
         if found and len(found) == len(params) and not any(id(param) in self._ignored for _, param in found):
             raise ValueError(
@@ -135,6 +137,19 @@ def describe_unreduced(optimizer: torch.optim.Optimizer, ignored: Collection[int
         f"which are not reduced: {named}. Each rank steps them with its own gradient, so their values differ from "
         "rank to rank, as under torch DDP. Make them part of the module before it is wrapped, or freeze them"
     )
+
+
+def _check_listed_once(
+    groups: list[dict[str, Any]], params: Sequence[tuple[tuple[int, int], Tensor]], kind: str
+) -> None:
+    seen = set[int]()
+    for place, param in params:
+        if id(param) in seen:
+            raise ValueError(
+                f"{_describe(groups, place)} of this {kind} is in the groups twice, and torch would step it twice: "
+                "list each parameter once"
+            )
+        seen.add(id(param))
 
 
 def _describe(groups: list[dict[str, Any]], at: tuple[int, int]) -> str:

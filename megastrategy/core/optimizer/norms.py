@@ -24,19 +24,13 @@ def owned_grads(shard_set: ShardSet) -> dict[int, Tensor]:
     return {i: views[i] for i in indices if has_grad[i] and i in views}
 
 
-def as_listed(shard_set: ShardSet, grads: Mapping[int, Tensor]) -> list[Tensor]:
-    """Repeats each gradient as often as its parameter is in the groups, as torch's functions find them there."""
-    times = shard_set.times_listed()
-    return [grad for index, grad in grads.items() for _ in range(times[index])]
-
-
 def norm_of_grads(shard_set: ShardSet, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
     """Returns the norm over all owners of ``grads``, and of extra parameters. Collective.
 
     It is a scalar in fp32, or in fp64 if the model has fp64 gradients.
     """
-    listed = as_listed(shard_set, _counted(shard_set, grads))
-    norm = total_grad_norm(listed, norm_type, shard_set.owner_collectives, shard_set.engine.device)
+    counted = list(_counted(shard_set, grads).values())
+    norm = total_grad_norm(counted, norm_type, shard_set.owner_collectives, shard_set.engine.device)
     norm = _over_model(shard_set, norm, norm_type)
     if shard_set.extra_params.params:
         engine, grads_of_extra = shard_set.engine, shard_set.extra_params.grads()

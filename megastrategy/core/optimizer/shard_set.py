@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -142,11 +141,7 @@ class ShardSet(ShardHolder):
 
     def param_indices(self) -> list[int]:
         """Returns the layout's indices of this optimizer's parameters."""
-        return list(self.times_listed())
-
-    def times_listed(self) -> Counter[int]:
-        """Returns how often each of this optimizer's parameters is in its groups, by the layout's index."""
-        return Counter(i for i in map(self.engine.index_by_id.get, map(id, self.params())) if i is not None)
+        return [i for i in map(self.engine.index_by_id.get, map(id, self.params())) if i is not None]
 
     def sharded_index(self, param: Tensor) -> int | None:
         """Returns the layout's index of a parameter whose shards were made, on whichever ranks; None for others."""

@@ -7,7 +7,6 @@ it is stepped: see state_storage's [Note: offloaded state].
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ class ShardStates:
             but tensors in its state.
         storage: stores state on the host; None where no option asks for it.
         group_of: the number of each parameter's group, when the runs were built.
-        times: how often each parameter was in its group then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -46,7 +44,6 @@ class ShardStates:
         self._members: list[list[int]] = []  # the parameters of each group when the runs were built
         self._is_joined = False  # whether the state is by run
         self.group_of: dict[int, int] = {}
-        self.times = Counter[int]()
 
     def _storage(self) -> StateStorage | None:
         if not self._engine.layout.offloads_state:
@@ -111,13 +108,12 @@ class ShardStates:
         assert buffers is not None, "sharded"
         assert self.element_names is not None, "sharded"
         self.group_of = {index: number for number, indices in enumerate(members) for index in indices}
-        self.times = Counter(index for indices in members for index in indices)
-        by_group = [[shards[index] for index in dict.fromkeys(indices) if index in shards] for indices in members]
+        by_group = [[shards[index] for index in indices if index in shards] for indices in members]
         apart = {number for number, group in enumerate(groups) if not self.may_join(group)}
         was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
         state, names = self._optimizer.state, self.element_names
         layout, reduced = self._engine.layout, self._engine.grad_buffers.reduced
-        self._runs = build_runs(by_group, self.times, apart, stepping, layout, buffers.flats, reduced, state, names)
+        self._runs = build_runs(by_group, apart, stepping, layout, buffers.flats, reduced, state, names)
         for run in self._runs:  # a shard that left its run has a view of the run's state, and keeps all of it alive
             if len(run.shards) == 1 and run.shards[0].param in was_joined:
                 run.unshare_state(state)

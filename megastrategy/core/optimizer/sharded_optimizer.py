@@ -38,7 +38,7 @@ from .optimizer_checks import check_main_params, not_shardable, sending_nothing
 from .replica_state import OptimizerState
 from .shard_set import ShardSet
 from .step_hooks import has_user_hooks, innermost_call
-from .step_memory import bring_back, copy_kept_grads, is_shared
+from .step_memory import bring_back, copy_kept_grads
 from .unsharded_step import step_main_params
 from .whole_params import WholeParam
 
@@ -183,8 +183,8 @@ class ShardedOptimizer:
 
             arguments = arguments.with_closure(evaluate)
         result = arguments.call(self.inner.step)
-        shared = ((p, grad) for p in self.shard_set.params() if (grad := p.grad) is not None and is_shared(grad))
-        copy_kept_grads(self.inner.state, shared)
+        if not type(self.inner).__module__.startswith("torch.optim."):  # torch's keep no gradients
+            copy_kept_grads(self.inner.state, ((param, param.grad) for param in self.shard_set.params()))
         self.engine.emit(EventKind.STEP_END, 0)
         self.num_steps_done += 1
         return result
@@ -346,7 +346,7 @@ class ShardedOptimizer:
         """Waits for the gradients of a bucket's whole parameters; returns those that this rank owns and steps now."""
         states, slots, shards = self.shard_set.states, self.shard_set.layout.slots, self.shard_set.shards
         return [
-            WholeParam(bucket, states.group_of[index], slots[index].start, shards[index], grad, states.times[index])
+            WholeParam(bucket, states.group_of[index], slots[index].start, shards[index], grad)
             for index, grad in self.shard_set.whole.wait_for_grads(bucket).items()
             if index in with_grads
         ]
@@ -368,7 +368,7 @@ class ShardedOptimizer:
             with self._state_on_device(runs), self._main_params_loaded(runs):
                 for run in runs:
                     run.set_grad()
-                    stepped[run.group] += run.tensors * run.times
+                    stepped[run.group] += run.tensors
                 grads = [tensor.grad for tensor in tensors]
                 try:
                     with self.shard_set.groups_of(stepped), watching:

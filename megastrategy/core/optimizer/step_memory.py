@@ -29,14 +29,6 @@ def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
             tensor.data = place
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Returns True if a second tensor (a view, a detached one) shares the storage of this one. Takes 0.1 us."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no storage
-        return False
-    # One reference is the tensor's. One is that of the Python object which untyped_storage() returns, and torch keeps.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
-
-
 def copy_kept_grads(state: Mapping[Any, Any], stepped: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """Copies gradients, and views of them, that an optimizer keeps in its state, in containers and objects too.
 

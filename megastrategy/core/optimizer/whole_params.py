@@ -59,7 +59,6 @@ class WholeParam:
     start: int
     shard: ParamShard
     grad: Tensor
-    times: int = 1
 
     @property
     def main(self) -> Tensor:

@@ -50,7 +50,6 @@ class FlatRun:
         weights: the weights that ``main`` is the main param of; None if ``main`` is the weights themselves.
         grad: the reduced gradients, in the gradient dtype.
         names: the names of element-wise state: one set for all runs of an optimizer, which grows.
-        times: how often its parameters are in their group: one that is listed twice is stepped twice.
     """
 
     bucket: int
@@ -61,7 +60,6 @@ class FlatRun:
     weights: Tensor | None
     grad: Tensor
     names: set[str]
-    times: int
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
@@ -247,7 +245,6 @@ def cut_shards(
 
 def build_runs(
     groups: Sequence[Sequence[ParamShard]],
-    times: Mapping[int, int],
     apart: Collection[int],
     stepping: set[int],
     layout: BufferLayout,
@@ -260,7 +257,6 @@ def build_runs(
 
     Args:
         groups: this rank's shards by parameter group.
-        times: how often each parameter is in its group.
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
         reduced: returns the reduced gradients in a bucket, from one element of its buffer to another.
@@ -286,7 +282,6 @@ def build_runs(
                 # No other parameter is between them: each begins on a multiple of the alignment.
                 and address(shard) - address(before) - before.numel < PARAM_ALIGNMENT_NUMEL
                 and (before.param in stepping) == (shard.param in stepping)
-                and times[before.param] == times[shard.param]
                 and have_one_history(before, shard, state, names)
             ):
                 drafts[-1][1].append(shard)
@@ -309,7 +304,6 @@ def build_runs(
                 flat_slice(param_flats[slot.buffer], span) if layout.has_separate_main(first.param) else None,
                 reduced(slot.bucket, *span),
                 names,
-                times[first.param],
             )
         )
     return runs

@@ -36,13 +36,12 @@ since smaller slices would not fill its kernels."""
 class StepSlice:
     """A slice of a run, in a step. Its state is on the device while :meth:`StateStorage.on_device` is open.
 
-    ``bucket``, ``group``, ``start``, ``times``, ``main`` and ``weights`` are as in a run.
+    ``bucket``, ``group``, ``start``, ``main`` and ``weights`` are as in a run.
     """
 
     def __init__(self, in_step: _RunInStep, span: Span) -> None:
         self.in_step, self.span, run = in_step, span, in_step.run
         self.bucket, self.group, self.start = run.bucket, run.group, run.start + span[0]
-        self.times = run.times
         # Not the run's tensor, which is the key of the state on the host.
         self.main = flat_slice(run.main, span)
         self.weights = None if run.weights is None else flat_slice(run.weights, span)

@@ -108,6 +108,17 @@ def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_parameter_listed_twice_is_refused() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        params = [*model.parameters()]
+        with pytest.raises(ValueError, match=r"parameter 4 of group 0.*is in the groups twice"):
+            DistributedOptimizer(torch.optim.SGD([*params, params[2]], lr=0.1), model)
+
+    run_ranks(2, run)
+
+
 def test_what_is_no_optimizer_or_no_wrapped_model() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
