@@ -261,7 +261,7 @@ def _ours(
     optimizers = [megastrategy.DistributedOptimizer(part.make(), model) for part in _parts(module, case, adamw)]
 
     def settle(tokens: Tensor) -> None:
-        if getattr(config, "overlap_param_gather", False) == "forward":
+        if config.overlap_param_gather:
             _read_params(model, tokens)
 
     optimizer = _together(optimizers)
@@ -405,16 +405,14 @@ _SPECS = (
     ),
     ours("ours", "default"),
     ours("ours-all-reduce", "not sharded", use_distributed_optimizer=False),
-    ours("ours-gather-off", "gather after the step", overlap_param_gather=False),
-    ours("ours-gather-step", "gather under the step", overlap_param_gather="step"),
-    ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
+    ours("ours-gather-forward", "gather under the forward", overlap_param_gather=True),
     ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
     ours("ours-16-bit-grads", "gradients sent in bf16", grad_wire_dtype="bf16", only_dtype="fp32", rounds=True),
     ours(
         "ours-16-bit-grads-forward",
         "gradients sent in bf16, gather under the forward",
         grad_wire_dtype="bf16",
-        overlap_param_gather="forward",
+        overlap_param_gather=True,
         only_dtype="fp32",
         rounds=True,
     ),

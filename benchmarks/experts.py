@@ -123,7 +123,7 @@ def _fsdp2(mesh: DeviceMesh) -> Step:
 
 _ENGINES: dict[str, Callable[[DeviceMesh], Step]] = {
     "ours": _ours,
-    "ours, param gather under forward": lambda mesh: _ours(mesh, overlap_param_gather="forward"),
+    "ours, param gather under forward": lambda mesh: _ours(mesh, overlap_param_gather=True),
     "fsdp2": _fsdp2,
 }
 """``fsdp2`` does not reshard after forward; the others have their defaults but for what is named."""

@@ -97,7 +97,7 @@ def _replicate(mesh: DeviceMesh) -> Step:
 
 _ENGINES: dict[str, Callable[[DeviceMesh], Step]] = {
     "ours": _ours,
-    "ours, param gather under forward": lambda mesh: _ours(mesh, overlap_param_gather="forward"),
+    "ours, param gather under forward": lambda mesh: _ours(mesh, overlap_param_gather=True),
     "fsdp2": _fsdp2,
     "replicate": _replicate,
 }

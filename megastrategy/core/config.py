@@ -43,13 +43,11 @@ class DistributedDataParallelConfig:
     parameter a step and no gather. As many instances as ranks shard nothing: that is an all-reduce. With
     ``reduce_scatter_with_fp32_accumulation`` gradients have 16 bits inside an instance, and are fp32 sums between."""
 
-    overlap_param_gather: bool | Literal["step", "forward"] = "step"
-    """The time at which updated parameters are gathered (only with ``use_distributed_optimizer``). ``"step"``: each
-    bucket as soon as this rank has stepped its part, while the next is stepped; all have arrived when ``step()``
-    returns. ``"forward"`` (or True, Megatron-LM's value): ``step()`` returns at once, and the first read of a
-    parameter, by its module's forward or other code, waits for it; ``DistributedDataParallel.finish_param_gather`` says
-    which reads cannot wait by themselves. False: after the step, which waits. ``"step"`` is the default since its
-    results cannot be distinguished from those of False."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters under the next forward (only with ``use_distributed_optimizer``): ``step()`` returns at
+    once, and the first read of a parameter, by its module's forward or other code, waits for it.
+    ``DistributedDataParallel.finish_param_gather`` says which reads cannot wait by themselves. Off: ``step()`` gathers
+    them after its one call of the optimizer, and returns when all have arrived."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send 16-bit gradients and sum them in fp32, in the order of the ranks, into an fp32 tensor for this rank's shard:
@@ -120,10 +118,6 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         # Types first: the later checks compare and add, and would fail with Python's message instead of the field's.
         _check_values(self)
-        if self.overlap_param_gather is True:
-            # Megatron-LM's spelling becomes ours here, so that the digest that ranks compare has one
-            # value for one meaning.
-            object.__setattr__(self, "overlap_param_gather", "forward")
         _check_numbers(self)
         _check_contradictions(self)
 
@@ -219,10 +213,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 def _check_values(config: DistributedDataParallelConfig) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "overlap_param_gather":
-            if not isinstance(value, bool) and value not in ("step", "forward"):
-                raise ValueError(f"{field.name}={value!r}: expected 'step', 'forward' or False")
-        elif field.name in _CHOICES:
+        if field.name in _CHOICES:
             if value not in _CHOICES[field.name]:
                 *others, last = map(repr, _CHOICES[field.name])
                 raise ValueError(f"{field.name}={value!r}: expected {', '.join(others)} or {last}")

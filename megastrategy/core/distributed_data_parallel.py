@@ -243,7 +243,7 @@ class DistributedDataParallel(nn.Module):
         self.engine.reducer.prepare(outputs, self.require_backward_grad_sync)
 
     def finish_param_gather(self) -> None:
-        """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather="forward"``.
+        """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather=True``.
 
         A read of a parameter waits by itself. Call this before code that reads its memory in other ways: a view or
         detached tensor made before the step, torch.func's transforms, torch.jit; and a device stream that waited for

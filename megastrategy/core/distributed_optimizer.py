@@ -279,7 +279,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def num_steps(self) -> tuple[int, int]:
         """The numbers of steps that began to change weights, and of completed ones.
 
-        A step whose weights did not arrive was not completed; with ``overlap_param_gather="forward"`` that is known
+        A step whose weights did not arrive was not completed; with ``overlap_param_gather=True`` that is known
         only after ``step`` has returned.
 
         After an exception shards and weights of all ranks fit together if the two numbers are equal, and the same on

@@ -50,21 +50,13 @@ def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> No
         DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
 
 
-SWITCHES = [name for name in field_names() if name not in (*NUMBERS, "overlap_param_gather", "grad_buffer")]
+SWITCHES = [name for name in field_names() if name not in (*NUMBERS, "grad_buffer")]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_switches_must_be_booleans(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         DistributedDataParallelConfig(**{name: "yes"})
-
-
-@pytest.mark.parametrize("value", ["yes", 1, None, "Step"])
-def test_the_parameters_are_gathered_at_one_of_three_times(value: object) -> None:
-    with pytest.raises(ValueError, match=rf"overlap_param_gather={value!r}: expected 'step', 'forward' or False"):
-        DistributedDataParallelConfig(overlap_param_gather=value)  # type: ignore[arg-type]
-    assert DistributedDataParallelConfig(overlap_param_gather=True).overlap_param_gather == "forward"
-    assert DistributedDataParallelConfig(overlap_param_gather=False).overlap_param_gather is False
 
 
 @pytest.mark.parametrize("value", ["Pooled", True, None, "bucket"])

@@ -52,7 +52,7 @@ OPTIONS = [
         (
             (("grad_buffer", "pooled"),),
             (("use_distributed_optimizer", False),),
-            (("overlap_param_gather", "forward"),),
+            (("overlap_param_gather", True),),
             (("overlap_grad_reduce", False),),
             (("find_unused_parameters", False),),
             (

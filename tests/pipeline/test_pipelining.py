@@ -12,7 +12,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.events import Event, EventKind
 from tests.support.processes import run_processes
 
-MODES: dict[str, dict[str, Any]] = {"by default": {}, "gathered late": {"overlap_param_gather": "forward"}}
+MODES: dict[str, dict[str, Any]] = {"by default": {}, "gathered late": {"overlap_param_gather": True}}
 NUM_MICROBATCHES = 4
 NUM_STEPS = 2
 

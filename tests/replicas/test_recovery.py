@@ -70,7 +70,7 @@ FORMS = {
     "main params": Case("momentum", ranks=2, dtype=torch.bfloat16),
     "state on the host": Case(ranks=2, options={"offload_optimizer_states": True}),
     "state on the host, main params": Case(ranks=2, dtype=torch.bfloat16, options={"offload_optimizer_states": True}),
-    "weights on the way": Case(ranks=2, options={"overlap_param_gather": "forward"}),
+    "weights on the way": Case(ranks=2, options={"overlap_param_gather": True}),
     "whole parameters": Case("muon", ranks=2),
     "whole parameters, main params": Case("muon", ranks=2, dtype=torch.bfloat16),
 }

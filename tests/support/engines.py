@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., None])
 ENGINES: dict[str, dict[str, Any]] = {
     "reduce-scatter": {},
     "late": {"overlap_grad_reduce": False},
-    "forward": {"overlap_param_gather": "forward"},
+    "forward": {"overlap_param_gather": True},
     "pooled": {"grad_buffer": "pooled"},
     "all-reduce": {"use_distributed_optimizer": False},
     "late all-reduce": {"use_distributed_optimizer": False, "overlap_grad_reduce": False},

@@ -28,7 +28,7 @@ NUM_EPOCHS, NUM_BATCHES = 2, 24
 OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"use_distributed_optimizer": False, "bucket_size": 10_000},
-    {"overlap_param_gather": "forward"},
+    {"overlap_param_gather": True},
     {"offload_optimizer_states": True},
 )
 

@@ -32,7 +32,7 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "offload_optimizer_states": [False, True],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
-    "overlap_param_gather": [False, "step", "forward"],
+    "overlap_param_gather": [False, True],
     "average_in_collective": [False, True],
     "pad_buckets_for_high_nccl_busbw": [False, True],
     "broadcast_buffers": [True, False],

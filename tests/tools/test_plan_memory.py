@@ -221,7 +221,7 @@ def test_a_script_may_ask_for_ranks_that_do_not_exist_by_itself(tmp_path: Path) 
         "from torch.testing._internal.distributed import fake_pg\n"
         "dist.init_process_group('fake', store=dist.HashStore(), rank=0, world_size=512)\n"
         "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))\n"
-        "options = {'num_distributed_optimizer_instances': 64, 'overlap_param_gather': 'forward'}\n"
+        "options = {'num_distributed_optimizer_instances': 64, 'overlap_param_gather': True}\n"
         "config = m.DistributedDataParallelConfig(**options)\n"
         "model = m.DistributedDataParallel(net, config)\n"
         "optimizer = m.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)\n"

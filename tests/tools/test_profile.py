@@ -99,7 +99,7 @@ def test_a_recording_is_of_one_layout(tmp_path: Path) -> None:
     ("options", "optimizer"),
     [
         ({}, DistributedOptimizer),
-        ({"overlap_param_gather": "forward"}, DistributedOptimizer),
+        ({"overlap_param_gather": True}, DistributedOptimizer),
         ({"use_distributed_optimizer": False}, DistributedOptimizer),
         ({"use_distributed_optimizer": False}, None),
     ],

@@ -97,7 +97,7 @@ def test_accumulated_microbatches_belong_to_the_step_that_uses_them() -> None:
 
 
 def test_parameters_that_the_next_forward_waits_for_count_in_the_step_of_that_forward() -> None:
-    """``overlap_param_gather="forward"``."""
+    """``overlap_param_gather=True``."""
     lazy = in_order(
         [at(0, "forward_start", 1), at(12, "forward_end", 1)],
         span(WAIT, 3, 10, 1),

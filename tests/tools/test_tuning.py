@@ -114,7 +114,7 @@ if __name__ == "__main__":
     assert sys.argv[1:] == ["--rounds", "x"], sys.argv
     dist.init_process_group("gloo")
     module = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(8)))
-    options = DistributedDataParallelConfig(bucket_size=1, overlap_param_gather="forward")
+    options = DistributedDataParallelConfig(bucket_size=1, overlap_param_gather=True)
     model = DistributedDataParallel(module, options)
     if dist.get_rank() == 0:
         with open("runs.txt", "a") as file:

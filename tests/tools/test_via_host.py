@@ -120,7 +120,7 @@ def test_without_a_wait_for_an_event_the_numbers_are_wrong(broken: type[Event], 
     "options",
     [
         {},
-        {"overlap_param_gather": "forward"},
+        {"overlap_param_gather": True},
         {"use_distributed_optimizer": False},
         {"grad_buffer": "pooled"},
         {"num_distributed_optimizer_instances": 2},

@@ -28,7 +28,7 @@ _REASONS: dict[How, str] = {
 """The error of the ranks that did nothing wrong."""
 _CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "gather-forward": {"overlap_param_gather": "forward"},
+    "gather-forward": {"overlap_param_gather": True},
     "all-reduce": {"use_distributed_optimizer": False},
 }
 _LEFT_MIB = 64.0

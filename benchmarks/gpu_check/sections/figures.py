@@ -54,8 +54,7 @@ ENGINES = {
     "ours": Engine("ours"),
     "ddp-bf16": Engine("ddp", torch.bfloat16),
     "ours-bf16": _in_bf16(),
-    "gather-forward-bf16": _in_bf16(overlap_param_gather="forward"),
-    "one-step-call-bf16": _in_bf16(overlap_param_gather=False),
+    "gather-forward-bf16": _in_bf16(overlap_param_gather=True),
     "pooled-bf16": _in_bf16(grad_buffer="pooled"),
     "offload-bf16": _in_bf16(offload_optimizer_states=True),
 }
@@ -70,7 +69,7 @@ ON_HOST: dict[str, tuple[Size, int]] = {"gpt-tiny": ((64, 16, 64, 2), 2)}
 _FAKE = f"one-of-{FAKE_SIZE}"
 _TURNS: dict[str, tuple[str, ...]] = {
     "autocast": ("ddp", "ours"),
-    f"{_FAKE}.bf16": ("ddp-bf16", "ours-bf16", "gather-forward-bf16", "one-step-call-bf16"),
+    f"{_FAKE}.bf16": ("ddp-bf16", "ours-bf16", "gather-forward-bf16"),
     f"{_FAKE}.less-memory": ("ddp-bf16", "pooled-bf16", "offload-bf16"),
     "bf16": ("ddp-bf16", "ours-bf16"),
     f"{_FAKE}.autocast": ("ddp", "ours"),

@@ -20,7 +20,7 @@ from ..training import Options, wrap
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("fp32", {}),
     "bf16": ("bf16", {}),
-    "bf16-gather-forward": ("bf16", {"overlap_param_gather": "forward"}),
+    "bf16-gather-forward": ("bf16", {"overlap_param_gather": True}),
     "bf16-pooled": ("bf16", {"grad_buffer": "pooled"}),
     "bf16-fp32-sums": ("bf16", {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
     "offloaded": ("fp32", {"offload_optimizer_states": True}),

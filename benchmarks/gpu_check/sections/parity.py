@@ -97,7 +97,7 @@ def _fake_recipes() -> dict[str, Recipe]:
     }
     by_precision = {name: _recipe(how={**fused, **how}) for name, how in PRECISIONS.items()}
     # Not buckets that move, whose gradients come from other ranks' shards.
-    sharded = "gather-forward", "gather-after-step", "pooled", "pooled-bf16", "offloaded"
+    sharded = "gather-forward", "after-backward", "pooled", "pooled-bf16", "offloaded"
     return {**by_optimizer, **by_precision, **{name: RECIPES[name] for name in sharded}}
 
 
@@ -130,8 +130,8 @@ RECIPES: dict[str, Recipe] = {
     "contiguous": _recipe(),
     "accumulate": _recipe(how={"accumulate": 3}),
     "all-reduce": _recipe(use_distributed_optimizer=False),
-    "gather-forward": _recipe(overlap_param_gather="forward"),
-    "gather-after-step": _recipe(overlap_param_gather=False, overlap_grad_reduce=False),
+    "gather-forward": _recipe(overlap_param_gather=True),
+    "after-backward": _recipe(overlap_grad_reduce=False),
     "bf16-weights": _recipe(how={"dtype": "bf16", **_SGD}),
     "bf16-fp32-sums": _recipe(
         "chain",
@@ -145,7 +145,7 @@ RECIPES: dict[str, Recipe] = {
     "late-bucket": _recipe("twice", how=_SGD),
     "moved-buckets": _recipe("gpt-reversed", bucket_size=20_000),
     "whole-params": _recipe(how=_ADAFACTOR),
-    "whole-params-forward": _recipe(how=_ADAFACTOR, overlap_param_gather="forward"),
+    "whole-params-forward": _recipe(how=_ADAFACTOR, overlap_param_gather=True),
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
     "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16"),
     "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", grad_buffer="pooled"),
@@ -153,7 +153,7 @@ RECIPES: dict[str, Recipe] = {
     "offloaded-bf16-forward": _recipe(
         how={"dtype": "bf16", **_SGD},
         offload_optimizer_states=True,
-        overlap_param_gather="forward",
+        overlap_param_gather=True,
     ),
 }
 """The promises of the page of options, once each."""

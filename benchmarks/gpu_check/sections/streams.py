@@ -35,7 +35,11 @@ def run_streams(context: Context) -> None:
     lates: list[Late] = ["nothing", "results", "gradients"]
     if context.num_gpus > 1:
         lates.remove("results")  # NCCL's own stream cannot be held up
-    turns = {f"gather-{gather}.late-{late}": (gather, late) for gather in ("step", "forward") for late in lates}
+    turns = {
+        f"gather-{place}.late-{late}": (overlap, late)
+        for place, overlap in (("step", False), ("forward", True))
+        for late in lates
+    }
     for name in context.cases(turns):
         with context.attempt(name):
             found = context.ranks(compare_streams, cases, *turns[name])
@@ -45,7 +49,7 @@ def run_streams(context: Context) -> None:
                 context.check(f"{name}.{case.replace(' ', '-')}", count, 0, unit="elements", detail=where)
 
 
-def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: str, late: Late) -> dict[str, tuple[int, str]]:
+def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: bool, late: Late) -> dict[str, tuple[int, str]]:
     """By case, the elements that differ from a run on one stream without delays."""
     rank.device.be_deterministic()
     plain = _train(rank, "one stream", gather, "nothing")
@@ -56,7 +60,7 @@ def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: str, late: Lat
     return found
 
 
-def _train(rank: Rank, where: Where, gather: str, late: Late) -> Trained:
+def _train(rank: Rank, where: Where, gather: bool, late: Late) -> Trained:
     streams, device = rank.device.streams, rank.device.torch_device
     module = make_model("branches").to(device)
     assert isinstance(module, Branches)

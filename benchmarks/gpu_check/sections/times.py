@@ -23,8 +23,7 @@ Step = Callable[[], object]
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-static-graph": {"static_graph": True},
-    "ours-gather-forward": {"overlap_param_gather": "forward"},
-    "ours-one-step-call": {"overlap_param_gather": False},  # of the optimizer, and not one a bucket
+    "ours-gather-forward": {"overlap_param_gather": True},
     "ours-all-reduce": {"use_distributed_optimizer": False},
 }
 

@@ -100,7 +100,7 @@ _PROMISES: dict[str, dict[str, Any]] = {
     "default": {},
     "static-graph": {"static_graph": True},
     "all-used": {"find_unused_parameters": False},
-    "gather-forward": {"overlap_param_gather": "forward"},
+    "gather-forward": {"overlap_param_gather": True},
     "pooled": {"grad_buffer": "pooled"},
 }
 

@@ -146,11 +146,7 @@ class Engine:
             for domain in self.layout.domains:
                 self.ranks_of(domain).connect(self.device, exchanges=bool(self.layout.received_nbytes))
             # A forward begins with a broadcast of module buffers, which would wait for gathers in the same queue.
-            if (
-                config.overlap_param_gather == "forward"
-                and config.broadcast_buffers
-                and named_buffers(self.module, self._ignored)
-            ):
+            if config.overlap_param_gather and config.broadcast_buffers and named_buffers(self.module, self._ignored):
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
         decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be collected

@@ -32,7 +32,7 @@ class GradAccumulators:
         self._nodes: list[Any] = []  # in torch's stubs Node.metadata, a dict, is a method
         self._frozen: list[Parameter] = []  # without a node, since they require no gradient
         self._stream: Any = None
-        # Read once: with overlap_param_gather="forward" a read of a parameter waits for its gather.
+        # Read once: with overlap_param_gather=True a read of a parameter waits for its gather.
         self._device = torch.device("cpu")
 
     def extend(self, params: Sequence[Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""The step of one sharded optimizer, and the gathers of new weights under it.
+"""The step of one sharded optimizer, and the gathers of new weights after it.
 
 [Note: main params]
 A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
@@ -6,11 +6,11 @@ rounding. Before each step the two are compared element by element; where the we
 param, user code changed it (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the weight's
 value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
 
-[Note: bucket by bucket]
-With ``overlap_param_gather`` the optimizer is called once for each bucket, with this rank's part of it in its groups,
-and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
-tensor by itself and counts nothing else, which a probe finds out (``Findings.in_parts``). For other optimizers, and
-where user code watches the steps, the optimizer is called once, and all gathers follow.
+[Note: one call a step]
+The optimizer is called once a step, with all of this rank's shards in its groups, and all gathers follow. Only state on
+the host is stepped in slices, one call each (state_storage's [Note: offloaded state]), unless user code watches the
+steps. That is the same step for an optimizer that treats each tensor by itself and counts nothing else, which a probe
+finds out (``Findings.in_parts``).
 
 [Note: hooks and wrappers]
 A hook on the step, or a wrapper around it, may read gradients, weights and their shapes. On shards a norm, a mean over
@@ -43,7 +43,7 @@ from .unsharded_step import step_main_params
 from .whole_params import WholeParam
 
 if TYPE_CHECKING:
-    from ..shards.state_storage import StepSlice
+    from ..shards.state_storage import StateStorage, StepSlice
 
 Steppable: TypeAlias = "FlatRun | WholeParam | StepSlice"
 
@@ -239,37 +239,26 @@ class ShardedOptimizer:
         self._end_shards(begun, buckets)
 
     def _step_shards(self) -> None:
-        engine, shard_set, begun = self.engine, self.shard_set, self._begin_shards()
-        states, storage = shard_set.states, shard_set.states.storage
-        has_some = bool(begun.runs) or shard_set.whole.owns_any
-        is_early = engine.config.overlap_param_gather is not False
-        # Bucket by bucket also if gathers wait for the end of the step: the storage must not widen all state at once.
-        if not ((is_early or storage is not None) and has_some and states.in_parts):
+        begun, storage = self._begin_shards(), self.shard_set.states.storage
+        if storage is None:
             with self._in_one_call(begun):
                 self._arguments.call(self.inner.step)
-            return
-        to_gather = [bucket for bucket in begun.order if bucket in begun.changing]
-        try:
-            if storage is not None:
-                cuts = {run.group: states.may_join(self.inner.param_groups[run.group]) for run in begun.runs}
-                storage.begin_step(begun.runs, begun.order, cuts)
+        else:
+            self._step_slices(begun, storage)
+
+    def _step_slices(self, begun: _Begun, storage: StateStorage) -> None:
+        """Calls the optimizer for one slice after the other, so that few of them have state on the device."""
+        states, buckets = self.shard_set.states, sorted(begun.changing, reverse=True)
+        cuts = {run.group: states.may_join(self.inner.param_groups[run.group]) for run in begun.runs}
+        with self._gathering_after_an_error(begun, buckets):
+            storage.begin_step(begun.runs, begun.order, cuts)
             for bucket in begun.order:
-                flat = [run for run in begun.runs if run.bucket == bucket] if storage is None else []
-                whole = self._whole_params_ready_in(bucket, begun.with_grads)
-                with self._gathering_after_an_error(begun, to_gather):
-                    for slices in storage.slices(bucket) if storage is not None else ():
-                        self._step_runs(slices)
-                        del slices  # before the next ones are made
-                    self._step_runs([*flat, *whole])
-                if is_early and to_gather and bucket == to_gather[0]:
-                    shard_set.start_gather(to_gather.pop(0), begun.indices)
-            with self._gathering_after_an_error(begun, to_gather):
-                self._step_runs([], with_extra_params=bool(shard_set.extra_params.grads()))
-        except BaseException:  # code that catches it may read weights, so no gather may be pending
-            with contextlib.suppress(CollectiveError):
-                engine.param_gather.finish()
-            raise
-        self._end_shards(begun, to_gather)
+                for slices in storage.slices(bucket):
+                    self._step_runs(slices)
+                    del slices  # before the next ones are made
+                self._step_runs(self._whole_params_ready_in(bucket, begun.with_grads))
+            self._step_runs([], with_extra_params=bool(self.shard_set.extra_params.grads()))
+        self._end_shards(begun, buckets)
 
     @contextlib.contextmanager
     def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
@@ -330,7 +319,7 @@ class ShardedOptimizer:
         engine.emit(EventKind.STEP_END, 0)
         for bucket in to_gather:
             self.shard_set.start_gather(bucket, begun.indices)
-        if engine.config.overlap_param_gather == "forward":
+        if engine.config.overlap_param_gather:
             engine.param_gather.wait_on_first_read()
         else:
             engine.param_gather.finish()

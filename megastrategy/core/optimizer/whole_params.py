@@ -95,12 +95,6 @@ class WholeParams:
         self._spans: dict[int, Spans] = {}  # by bucket, for each rank
         self._spans_are_of: tuple[Owners, Sequence[int]] | None = None
 
-    @property
-    def owns_any(self) -> bool:
-        """True if this rank steps some of them."""
-        rank_of, rank = self._engine.owners.rank_of, self._engine.shard_collectives.rank
-        return any(rank_of[index] == rank for index in self.indices)
-
     def check_not_tensor_parallel(self, indices: Iterable[int], kind: str) -> None:
         """Raises OptimizerNotShardableError if a parameter is tensor-parallel; ``kind``: the optimizer, for errors."""
         engine = self._engine

@@ -1,7 +1,7 @@
 """All-gathers the new weights: after a step each rank has only those of its own shards.
 
 [Note: waiting for a parameter at its first read]
-With ``overlap_param_gather="forward"`` the gathers run while user code does. Until a bucket has arrived, its parameters
+With ``overlap_param_gather=True`` the gathers run while user code does. Until a bucket has arrived, its parameters
 are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, changes them back to
 plain parameters and then runs the operation. So the first read of a parameter waits, whether in a module's forward, in
 ``state_dict``, ``deepcopy`` or an averaging callback, and later reads cost nothing. torch's own lazy modules use the

@@ -130,7 +130,7 @@ def train(
         {"accumulate": 3, "overlap_grad_reduce": False},
         WHOLE,
         {**WHOLE, "accumulate": 3, "zero_every": 2},
-        {"overlap_param_gather": "forward", "accumulate": 2},
+        {"overlap_param_gather": True, "accumulate": 2},
         {"grad_wire_dtype": "bf16", "accumulate": 2},
     ],
     ids=str,

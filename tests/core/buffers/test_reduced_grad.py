@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 SHARDED: dict[str, dict[str, Any]] = {
     "contiguous": {"bucket_size": 40},
     "pooled": {"bucket_size": 40, "grad_buffer": "pooled"},
-    "forward": {"bucket_size": 40, "overlap_param_gather": "forward"},
+    "forward": {"bucket_size": 40, "overlap_param_gather": True},
     "late": {"bucket_size": 40, "overlap_grad_reduce": False},
 }
 sharded = pytest.mark.parametrize("options", SHARDED.values(), ids=SHARDED)

@@ -122,7 +122,7 @@ def test_torch_makes_the_group_if_it_watches_gloo() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "shards": {},
     "all-reduce": {"use_distributed_optimizer": False},
-    "two groups": {"overlap_param_gather": "forward"},
+    "two groups": {"overlap_param_gather": True},
     "instances": {"num_distributed_optimizer_instances": 2},
 }
 

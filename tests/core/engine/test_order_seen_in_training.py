@@ -124,7 +124,7 @@ CASES = {
     "several backwards a step, fp32 sums": Case(step_every=3, options=SUMS, **BF16),
     "frozen on the way": Case(freeze_at=3),
     "gathered after the step": Case(options={"overlap_param_gather": False}),
-    "gathered under forward": Case(options={"overlap_param_gather": "forward"}, schedule=True),
+    "gathered under forward": Case(options={"overlap_param_gather": True}, schedule=True),
     "fp32 sums": Case(options=SUMS, **BF16),
     "rounded for the wire": Case(options={"grad_wire_dtype": "bf16"}),
     "bf16 gradients": Case(options={"grad_reduce_in_fp32": False}, **BF16),

@@ -111,8 +111,8 @@ F32, BF16 = torch.float32, torch.bfloat16
     ("make", "dtype", "options"),
     [
         (amsgrad, F32, {}),
-        (momentum, F32, {"overlap_param_gather": "forward"}),
-        (groups, BF16, {"overlap_param_gather": "forward"}),
+        (momentum, F32, {"overlap_param_gather": True}),
+        (groups, BF16, {"overlap_param_gather": True}),
         (groups, BF16, SUMS),
         (adamw, F32, {"grad_wire_dtype": "bf16"}),
         (momentum, BF16, {"offload_optimizer_states": True}),

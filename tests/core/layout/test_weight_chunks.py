@@ -123,7 +123,7 @@ def assert_same(ours: tuple[dict[str, Tensor], Any], reference: tuple[dict[str, 
 CASES: dict[str, dict[str, Any]] = {
     "": {},
     "pooled": {"grad_buffer": "pooled"},
-    "weights under the next forward": {"overlap_param_gather": "forward"},
+    "weights under the next forward": {"overlap_param_gather": True},
     "bf16 on the wire": {"grad_wire_dtype": "bf16"},
 }
 

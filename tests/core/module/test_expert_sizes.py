@@ -348,7 +348,7 @@ def train_each_moved(cases: Sequence[Case]) -> list[list[Outcome]]:
             [
                 Case(2, microbatches=2, steps=3),
                 Case(2, microbatches=2, steps=3, options=ALL_REDUCE),
-                Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", "forward"),)),
+                Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", True),)),
             ],
             marks=pytest.mark.long,
         ),

@@ -45,7 +45,7 @@ CASES = {
     "all-reduce, 3 reductions": Case(2, microbatches=3, syncs_each=True, options=ALL_REDUCE),
     "all-reduce, uneven": Case(4, num_experts=5, options=ALL_REDUCE),
     "pooled": Case(2, microbatches=2, options=(("grad_buffer", "pooled"),)),
-    "gathers under the forward": Case(2, options=(("overlap_param_gather", "forward"),)),
+    "gathers under the forward": Case(2, options=(("overlap_param_gather", True),)),
     "gathers in the step": Case(4, options=(("overlap_param_gather", False),)),
     "average in the collective": Case(2, options=(("average_in_collective", True),)),
     "instances": Case(2, options=(("num_distributed_optimizer_instances", 2),)),

@@ -22,9 +22,8 @@ from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, with_instances
 
 MODES: dict[str, dict[str, Any]] = {
-    "by bucket": {"overlap_param_gather": "step"},
-    "at the next forward": {"overlap_param_gather": "forward"},
-    "at once": {"overlap_param_gather": False},
+    "at the next forward": {"overlap_param_gather": True},
+    "in the step": {},
     "two instances": {"num_distributed_optimizer_instances": 2},
     "all-reduce": {"use_distributed_optimizer": False},
 }
@@ -144,7 +143,7 @@ def test_a_name_that_the_optimizer_knows_is_told() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("mode", [MODES["by bucket"], MODES["two instances"]], ids=["sharded", "two instances"])
+@pytest.mark.parametrize("mode", [MODES["in the step"], MODES["two instances"]], ids=["sharded", "two instances"])
 def test_the_norm_is_that_of_torch_ddp_where_that_is_one_number(mode: dict[str, Any], norm_type: float) -> None:
     """The ranks have the same data here, so that the head has the same gradient on each."""
 
@@ -175,7 +174,7 @@ def test_the_norm_is_that_of_torch_ddp_where_that_is_one_number(mode: dict[str, 
 
 def test_where_the_heads_gradients_differ_the_norm_is_one_number_and_the_model_stays_one() -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[float, list[Tensor], list[float]]:
-        loop = Loop(group, MODES["by bucket"])
+        loop = Loop(group, MODES["in the step"])
         loop.loss(0).backward()
         own = [param.grad.square().sum().item() for param in loop.head.parameters() if param.grad is not None]
         models = sum(loop.optimizer.full_grad(param).square().sum().item() for param in loop.module.parameters())
@@ -192,7 +191,7 @@ def test_where_the_heads_gradients_differ_the_norm_is_one_number_and_the_model_s
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", [MODES["by bucket"], MODES["all-reduce"]], ids=["sharded", "all-reduce"])
+@pytest.mark.parametrize("mode", [MODES["in the step"], MODES["all-reduce"]], ids=["sharded", "all-reduce"])
 def test_a_scaler_unscales_the_head_and_all_ranks_skip_what_one_must(mode: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup, scale: float | None) -> list[list[Tensor]]:
         loop, seen = Loop(group, mode), []
@@ -222,7 +221,7 @@ def test_a_scaler_unscales_the_head_and_all_ranks_skip_what_one_must(mode: dict[
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [MODES["by bucket"], MODES["all-reduce"]], ids=["sharded", "all-reduce"])
+@pytest.mark.parametrize("mode", [MODES["in the step"], MODES["all-reduce"]], ids=["sharded", "all-reduce"])
 def test_state_is_torch_ddps_with_rank_zeros_of_strangers(mode: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup, mode: dict[str, Any] | None, saved: Any = None) -> Any:
         loop = Loop(group, mode)

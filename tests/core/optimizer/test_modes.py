@@ -84,8 +84,7 @@ def with_ddp(size: int) -> list[Training]:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "sharded": {},
-    "overlap step": {"overlap_param_gather": "step"},
-    "overlap forward": {"overlap_param_gather": "forward"},
+    "overlap forward": {"overlap_param_gather": True},
     "pooled": {"grad_buffer": "pooled"},
     "one bucket": {"bucket_size": 10**9},
     "all-reduce": {"use_distributed_optimizer": False},
@@ -166,7 +165,7 @@ def reference_in_fp32(rank_batches: list[Tensor], dtype: torch.dtype) -> list[We
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"overlap_param_gather": "forward"}])
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"overlap_param_gather": True}])
 def test_sixteen_bit_weights_are_the_rounding_of_what_a_mode_left_in_the_main_params(
     size: int, options: dict[str, Any]
 ) -> None:

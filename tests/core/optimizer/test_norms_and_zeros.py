@@ -17,8 +17,8 @@ from tests.support.ranks import run_ranks, with_instances
 from tests.support.tensor_parallel import Case, Trainee, make_module, meshes, tokens_of
 
 MODES: dict[str, dict[str, Any]] = {
-    "by bucket": {"overlap_param_gather": "step"},
-    "at the next forward": {"overlap_param_gather": "forward"},
+    "in the step": {},
+    "at the next forward": {"overlap_param_gather": True},
     "pooled": {"grad_buffer": "pooled"},
     "two instances": {"num_distributed_optimizer_instances": 2},
     "all-reduce": {"use_distributed_optimizer": False},

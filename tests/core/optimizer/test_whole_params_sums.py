@@ -33,7 +33,7 @@ from tests.support.whole_params import KINDS, SOME, WholeRun, batch, model_on, s
     [
         ({}, {}),
         ({"accumulate": 3}, {"grad_buffer": "pooled"}),
-        ({"clip_norm": 0.05}, {"overlap_param_gather": "forward"}),
+        ({"clip_norm": 0.05}, {"overlap_param_gather": True}),
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ from tests.support.thread_mode import ThreadMode
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
-    "gathers in the next forward": {"overlap_param_gather": "forward"},
+    "gathers in the next forward": {"overlap_param_gather": True},
     "all-reduce": {"use_distributed_optimizer": False},
     "pooled": {"grad_buffer": "pooled"},
     "fp32 sums": {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True},
@@ -231,7 +231,7 @@ def test_the_group_of_module_buffers_is_connected_when_a_model_is_wrapped(monkey
         retire_with(group, other)
         seconds[group] = second = Connected(other)
         module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(overlap_param_gather="forward"), group)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(overlap_param_gather=True), group)
         model(torch.ones(2, 8))
         model.close()
         return second.seen

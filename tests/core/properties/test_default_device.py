@@ -45,7 +45,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     [
         {},
         {"offload_optimizer_states": True},
-        {"grad_buffer": "pooled", "overlap_param_gather": "forward"},
+        {"grad_buffer": "pooled", "overlap_param_gather": True},
         {"grad_wire_dtype": "bf16"},
         {"use_distributed_optimizer": False},
     ],

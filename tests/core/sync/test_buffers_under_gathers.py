@@ -33,7 +33,7 @@ def train_a_step(model: DistributedDataParallel, optimizer: DistributedOptimizer
 
 
 def wrapped(**options: Any) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-    config = DistributedDataParallelConfig(overlap_param_gather="forward", **options)
+    config = DistributedDataParallelConfig(overlap_param_gather=True, **options)
     model = DistributedDataParallel(with_buffers(), config)
     return model, DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
 

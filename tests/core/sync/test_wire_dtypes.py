@@ -113,7 +113,7 @@ def train_alone(
 WIRES: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "fp16": {"grad_wire_dtype": "fp16"},
-    "in the next forward": {**BF16, "overlap_param_gather": "forward"},
+    "in the next forward": {**BF16, "overlap_param_gather": True},
     "gathered after the step": {**BF16, "overlap_param_gather": False},
     "pooled": {**BF16, "grad_buffer": "pooled"},
     "one bucket": {**BF16, "bucket_size": 10**9},

@@ -20,7 +20,7 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
     default = getattr(DistributedDataParallelConfig(), name)
     others = {
         "bucket_size": 12_345,
-        "overlap_param_gather": "forward",
+        "overlap_param_gather": True,
         "grad_buffer": "pooled",
         "num_distributed_optimizer_instances": 3,
         "check_replicas_every_n_steps": 500,
