@@ -167,7 +167,8 @@ class DirectorySaver:
         if self._pending is not None:
             # Ctrl-C may interrupt this, and then the next save must wait again.
             wait([self._pending])
-            pending, self._pending = self._pending, None
+            pending = self._pending
+            self._pending = None
             pending.result()
 
     def close(self) -> None:
@@ -219,7 +220,8 @@ def load_trainer_directory(path: Directory, module: Module | None, weights_only:
     Raises:
         CheckpointError: as :func:`load_extra`.
     """
-    checkpoint, directory = load_extra(path, weights_only), OpenDirectory(path)
+    checkpoint = load_extra(path, weights_only)
+    directory = OpenDirectory(path)
     keys = directory.keys
     # Lightning's FSDPStrategy and its ModelParallelStrategy use different keys.
     key = "model" if "model" in keys else "state_dict"

@@ -197,5 +197,6 @@ def _failing_together(path: Directory, collectives: Collectives) -> Iterator[Non
         failure = reason_of(error, outer)
     # Also after an error here, so that ranks without one get it.
     gathered = collectives.all_gather_objects(_to_share(failure) if failure else None)
-    if failures := {rank: each for rank, each in enumerate(gathered) if each is not None}:
+    failures = {rank: each for rank, each in enumerate(gathered) if each is not None}
+    if failures:
         raise _shared_failure(path, failures) from failure

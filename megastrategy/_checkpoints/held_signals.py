@@ -43,7 +43,8 @@ class HeldSignals:
     def deliver(self) -> None:
         """Calls the handler of a signal that was held back; that of Ctrl-C raises KeyboardInterrupt."""
         if self._held is not None:
-            (number, frame), self._held = self._held, None
+            number, frame = self._held
+            self._held = None
             self._handlers[number](number, frame)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from ..core import is_directory_checkpoint
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+# of Linux's renameat2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def reason_of(error: BaseException, outer: BaseException | None) -> BaseException:

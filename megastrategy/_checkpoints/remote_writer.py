@@ -46,7 +46,8 @@ class RemoteWriter(FsspecWriter):
         directory = self._directory
         places = [result.storage_data for of_rank in results for result in of_rank]
         # A rank may reach another store, or another view of it with other credentials, which only this check finds.
-        if missing := describe_missing_file(places, directory.sizes().get):
+        missing = describe_missing_file(places, directory.sizes().get)
+        if missing:
             raise FileNotFoundError(
                 f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "
                 "is each process's own"

@@ -75,7 +75,8 @@ def check_optimizer_state(
         raise CheckpointError(f"{source} is no state of an optimizer: it is {describe_foreign(state)}")
     if optimizer.is_of_stage:  # it has some of the file's parameters, and checks the sizes of groups itself
         return
-    groups, own_groups = state["param_groups"], optimizer.param_groups
+    groups = state["param_groups"]
+    own_groups = optimizer.param_groups
     # torch checks the same, but one optimizer after the other: the first would be loaded even if the second cannot be.
     if len(groups) != len(own_groups):
         raise CheckpointError(f"{what}: it has {len(groups)} parameter group(s), the optimizer {len(own_groups)}")

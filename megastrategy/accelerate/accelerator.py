@@ -333,7 +333,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        before, prepared.require_backward_grad_sync = prepared.require_backward_grad_sync, True
+        before = prepared.require_backward_grad_sync
+        prepared.require_backward_grad_sync = True
         prepared.engine.reducer.prepare_for_backward([])
         try:
             yield
@@ -388,7 +389,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             NotImplementedError: at a synchronised backward inside, if ranks are to run different numbers of batches.
         """
-        engines = [model for item in joinables if isinstance(model := _uncompiled(item), PreparedModel)]
+        engines = [model for model in map(_uncompiled, joinables) if isinstance(model, PreparedModel)]
         if not self.use_distributed or not engines:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -488,11 +489,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _enter(self, barrier: str) -> None:
         """Counts a barrier, so that a rank in it is known to be past where another rank is."""
-        if (collectives := self._collectives()) is not None:
+        collectives = self._collectives()
+        if collectives is not None:
             collectives.progress.enter_barrier(barrier)
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
-        models, hooks = self._models, self._save_model_state_pre_hook
+        models = self._models
+        hooks = self._save_model_state_pre_hook
         states: list[dict[str, Any]] = [model.state_dict() for model in models]
         weights = list(states)
         with self._set_aside(hooks):
@@ -504,7 +507,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for state, model in zip(states, models, strict=True)
         }
         weights = [own.get(id(state), state) for state in weights]
-        optimizers = [known for item in self._optimizers if (known := checkpoint.sharded_inside(item)) is not None]
+        sharded = map(checkpoint.sharded_inside, self._optimizers)
+        optimizers = [optimizer for optimizer in sharded if optimizer is not None]
         checkpoint.save_sharded(location, weights, optimizers, checkpoint_collectives())
         self.wait_for_everyone()
         return location
@@ -539,16 +543,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextlib.contextmanager
     def _set_aside(self, hooks: OrderedDict[int, Any]) -> Iterator[None]:
         """Hides models, sharded optimizers and hooks from accelerate, which then saves or loads everything else."""
-        models, optimizers, known = self._models, self._optimizers, hooks.copy()
+        models = self._models
+        optimizers = self._optimizers
+        known = hooks.copy()
         sharded = [
             item for item in optimizers if not self.use_distributed or checkpoint.sharded_inside(item) is not None
         ]
-        self._models, self._optimizers = [], [item for item in optimizers if item not in sharded]
+        self._models = []
+        self._optimizers = [item for item in optimizers if item not in sharded]
         hooks.clear()
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models = models
+            self._optimizers = optimizers
             hooks.update(known)
 
     def _latest_checkpoint(self) -> Path | None:

@@ -132,7 +132,8 @@ def loading(
 
     Where torch's own are stepped, in one process, they get an engine to load it, with these options.
     """
-    found, made = [], []
+    found = []
+    made = []
     for item in prepared:
         known = sharded_inside(item)
         # a directory has state by parameter name: only a model can say which number of torch's each is
@@ -177,12 +178,12 @@ def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None
 
 def latest(folder: Path) -> Path | None:
     """Returns the last of the checkpoints that accelerate numbered; None if there are none."""
-    numbers = {
-        int(found[-1]): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (found := re.findall(r"\d+", path.name))
-    }
-    return numbers[max(numbers)] if numbers else None
+    paths = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        numbers = re.findall(r"\d+", path.name)
+        if numbers:
+            paths[int(numbers[-1])] = path
+    return paths[max(paths)] if paths else None
 
 
 def _key(kind: str, number: int) -> str:

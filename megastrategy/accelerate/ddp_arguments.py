@@ -17,7 +17,8 @@ def translated_arguments(handler: Any, plugin: MegatronDDPPlugin, log: Callable[
     if handler is None:
         return {}
     arguments: dict[str, Any] = handler.to_kwargs()
-    hook, wrapper = str(handler.comm_hook), str(handler.comm_wrapper)
+    hook = str(handler.comm_hook)
+    wrapper = str(handler.comm_wrapper)
     # accelerate reads the wrapper only if there is a hook
     if hook == "no":
         return arguments

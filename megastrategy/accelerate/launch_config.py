@@ -58,12 +58,15 @@ def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> Meg
         for key, value in _section(path).items():
             name = str(key)
             _check_name(name, value, where)
-            options[name], origins[name] = _typed(name, value), where
+            options[name] = _typed(name, value)
+            origins[name] = where
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
-            name, where = variable.removeprefix(PREFIX).lower(), f"environment, {variable}"
+            name = variable.removeprefix(PREFIX).lower()
+            where = f"environment, {variable}"
             _check_name(name, text, where)
-            options[name], origins[name] = _typed(name, text), where
+            options[name] = _typed(name, text)
+            origins[name] = where
     try:
         return MegatronDDPPlugin(**options).launched_with(path)
     except ValueError as error:

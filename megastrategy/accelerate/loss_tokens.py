@@ -44,7 +44,8 @@ class LossTokens:
         return models
 
     def _engine_for(self, module: Module, syncs: bool) -> DistributedDataParallel:
-        if (engine := self._engines.get(module)) is None:
+        engine = self._engines.get(module)
+        if engine is None:
             engine = self._engines[module] = DistributedDataParallel(
                 module, _CONFIG, collectives=SingleRankCollectives()
             )

@@ -39,8 +39,10 @@ def replace_accelerators(plugin: MegatronDDPPlugin | None = None) -> Iterator[No
             defaults.
     """
     plugin = plugin or MegatronDDPPlugin()
-    theirs, ours = accelerate.Accelerator, Accelerator
-    their_init, our_init = theirs.__init__, ours.__init__
+    theirs = accelerate.Accelerator
+    ours = Accelerator
+    their_init = theirs.__init__
+    our_init = ours.__init__
     warned: set[type] = set()
     is_on = True
 
@@ -64,7 +66,8 @@ def replace_accelerators(plugin: MegatronDDPPlugin | None = None) -> Iterator[No
             kwargs["megatron_ddp_plugin"] = plugin
         our_init(self, *args, **kwargs)
 
-    theirs.__init__, ours.__init__ = init_as_ours, init_with_options  # type: ignore[method-assign]
+    theirs.__init__ = init_as_ours
+    ours.__init__ = init_with_options  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -83,7 +83,8 @@ class AcceleratorReplicas:
         """Returns the schedule that steps for all replicas."""
         if self.replicas is None:
             return prepared
-        prepared.__class__, prepared.num_replicas = ScheduleOfReplicas, self.replicas.of
+        prepared.__class__ = ScheduleOfReplicas
+        prepared.num_replicas = self.replicas.of
         self.add("schedule", prepared)
         return prepared
 
@@ -164,7 +165,8 @@ class ScheduleOfReplicas(AcceleratedScheduler):  # type: ignore[misc]
 
 
 def _check_batches(loader: Any, accelerator: Any) -> None:
-    is_stream, dispatches = isinstance(loader.dataset, IterableDataset), accelerator.dispatch_batches
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    dispatches = accelerator.dispatch_batches
     drops_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     refused = {
         "a loader that one process reads for others: pass DataLoaderConfiguration(dispatch_batches=False)": (

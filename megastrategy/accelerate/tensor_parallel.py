@@ -78,8 +78,10 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
     Raises:
         ValueError: if there are tensor ranks, and the model has no tensor-parallel parameter, or no divided experts.
     """
-    config, parallelism = accelerator.megatron_ddp_config, accelerator.parallelism_config
-    way_out, expert_mesh = accelerator.megatron_ddp_plugin.all_reduce_option, accelerator.expert_mesh
+    config = accelerator.megatron_ddp_config
+    parallelism = accelerator.parallelism_config
+    way_out = accelerator.megatron_ddp_plugin.all_reduce_option
+    expert_mesh = accelerator.expert_mesh
     if parallelism is None or not parallelism.tp_enabled:
         collectives = engine_collectives(accelerator.device) if accelerator.use_distributed else SingleRankCollectives()
         if expert_mesh is not None:

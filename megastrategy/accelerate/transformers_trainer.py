@@ -27,7 +27,8 @@ def wrap_trainer() -> None:
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or trainer._save_optimizer_and_scheduler.__module__ == __name__:
         return
-    save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+    save = trainer._save_optimizer_and_scheduler
+    load = trainer._load_optimizer_and_scheduler
 
     def save_on_all_ranks(self: Any, output_dir: str) -> None:
         optimizer = sharded_inside(self.optimizer)
@@ -71,7 +72,8 @@ def wrap_trainer() -> None:
 
 def _wrap_weights(trainer: Any) -> None:
     """Wraps the methods that save and load weights, for models that ``parallelize_module`` has cut."""
-    save_weights, load_weights = trainer._save, trainer._load_from_checkpoint
+    save_weights = trainer._save
+    load_weights = trainer._load_from_checkpoint
 
     def save_full(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # on all ranks: one of them writes, or one of each node; Transformers gathers a model that it has cut itself
@@ -84,7 +86,8 @@ def _wrap_weights(trainer: Any) -> None:
             load_full_states(self.model)
         load_weights(self, checkpoint, model)
 
-    trainer._save, trainer._load_from_checkpoint = save_full, load_full
+    trainer._save = save_full
+    trainer._load_from_checkpoint = load_full
 
 
 def _is_cut(trainer: Any) -> bool:

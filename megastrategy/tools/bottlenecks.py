@@ -98,9 +98,11 @@ def verdict_of(ranks: Sequence[RankTimes]) -> Verdict:
         return Verdict("input-bound", sentence, late)
     gradients_ms = statistics.fmean(rank.gradients_ms for rank in ranks)
     if exposed_ms >= NOTABLE_SHARE * period_ms:
-        what, remedy = "gradients", 'more microbatches a step, or grad_wire_dtype="bf16"'
+        what = "gradients"
+        remedy = 'more microbatches a step, or grad_wire_dtype="bf16"'
         if exposed_ms - gradients_ms > gradients_ms:
-            what, remedy = "new weights", "overlap_param_gather=True"
+            what = "new weights"
+            remedy = "overlap_param_gather=True"
         sentence = (
             f"link-bound: {exposed_ms / period_ms:.0%} of the time waits for communication ({exposed_ms:.1f} of "
             f"{period_ms:.1f} ms a step), most of it for {what}; what may help is {remedy}"

@@ -62,8 +62,9 @@ def read_file(path: Path, trust: bool = False) -> Parts:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
     """
     check_readable(path)
-    if what := describe_file(path):
-        raise CheckpointError(f"{path} {what}")
+    reason = describe_file(path)
+    if reason:
+        raise CheckpointError(f"{path} {reason}")
     content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")
@@ -84,7 +85,8 @@ def _parts_of(path: Path, extra: dict[str, Any]) -> Parts:
         parts = Parts(path, "file", "other", main_params=extra.pop(MAIN_PARAMS_KEY, {}))
         _sort_out(parts, extra)
         return parts
-    states, weights = extra.pop("optimizer_states", []), extra.pop("state_dict", {})
+    states = extra.pop("optimizer_states", [])
+    weights = extra.pop("state_dict", {})
     if not isinstance(states, list) or not isinstance(weights, Mapping):
         raise CheckpointError(f"{path}: a Trainer's file has a list of optimizer states and a dictionary of weights")
     parts = Parts(path, "file", "Trainer", models={"model": weights}, extra=extra)
@@ -115,7 +117,8 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
         return {**models, **numbered, **parts.extra, **main_params}
     keys = [f"optimizer_{number}" for number in range(len(numbered))]
     # a list has no holes: what follows one would be loaded into the optimizer before
-    if missing := set(keys) - set(numbered):
+    missing = set(keys) - set(numbered)
+    if missing:
         raise CheckpointError(f"{parts.path} has {len(keys)} optimizers, but no {sorted(missing)[0]!r}")
     content = {**parts.extra, "state_dict": OrderedDict(parts.models.get("model", {}))}
     if keys or "lr_schedulers" in parts.extra:  # which a Trainer saves with the optimizers' states, or not at all
@@ -176,7 +179,8 @@ def read_directory_parts(
         parts.models["model"] = parts.models.pop("state_dict")
     for key, optimizer in parts.optimizers.items():
         optimizer.setdefault("state", {})  # an empty dictionary leaves no trace in the format
-        if main_params := optimizer.pop("main_params", None):
+        main_params = optimizer.pop("main_params", None)
+        if main_params:
             parts.main_params[key] = main_params
     return parts
 
@@ -250,7 +254,8 @@ def by_name(
         CheckpointError: if the names are not those of this optimizer's parameters, as far as can be seen.
     """
     groups = optimizer["param_groups"]
-    lengths, own_lengths = [len(group) for group in names], [len(group["params"]) for group in groups]
+    lengths = [len(group) for group in names]
+    own_lengths = [len(group["params"]) for group in groups]
     if lengths != own_lengths:
         raise CheckpointError(f"{source} has groups of {own_lengths} parameters, the names are groups of {lengths}")
     name_of = {
@@ -262,17 +267,21 @@ def by_name(
     # one of the two states would be lost under the other's name
     if len(set(name_of.values())) < len(name_of):
         raise CheckpointError(f"{source}: a name is given to two parameters")
-    if absent := [(number, name) for number, name in name_of.items() if name not in weights]:
+    absent = [(number, name) for number, name in name_of.items() if name not in weights]
+    if absent:
         number, name = absent[0]
         raise CheckpointError(f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights")
     # names of another order pass the count; shapes of state show it in most cases
     shapes = {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, Tensor)}
     for key, found in _element_wise_shapes(optimizer["state"], shapes.values()).items():
         for number, shape in found.items():
-            if number in name_of and (own := shapes.get(name_of[number])) != shape:
+            if number not in name_of:
+                continue
+            weight_shape = shapes.get(name_of[number])
+            if weight_shape != shape:
                 raise CheckpointError(
-                    f"{source}: its parameter {number} cannot be {name_of[number]!r} of shape {own}, since {key!r} has "
-                    f"shape {shape}"
+                    f"{source}: its parameter {number} cannot be {name_of[number]!r} of shape {weight_shape}, since "
+                    f"{key!r} has shape {shape}"
                 )
     return {
         **optimizer,

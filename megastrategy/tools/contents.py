@@ -158,9 +158,11 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
 
 def _folder_loads_with(parts: Parts) -> list[tuple[str, str]]:
     if parts.writer == "transformers":
-        theirs, how = "transformers.Trainer", "trainer.train(resume_from_checkpoint=PATH)"
+        theirs = "transformers.Trainer"
+        how = "trainer.train(resume_from_checkpoint=PATH)"
     else:
-        theirs, how = "accelerate", "accelerator.load_state(PATH)"
+        theirs = "accelerate"
+        how = "accelerator.load_state(PATH)"
     ours = f"{theirs}, with megastrategy's Accelerator"
     # accelerate alone looks for its own files, and finds none there
     if (parts.path / SHARDED / ".metadata").is_file():

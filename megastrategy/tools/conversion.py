@@ -131,8 +131,12 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path) -> None:
             save(state, storage_writer=FileSystemWriter(staged), no_dist=True)
     except CheckpointException as error:  # a BaseException
         cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
-        while not isinstance(cause, OSError) and (reason := cause.__cause__ or cause.__context__):
-            cause = reason  # torch.save reports a failed write in its own words
+        # torch.save reports a failed write in its own words.
+        while not isinstance(cause, OSError):
+            reason = cause.__cause__ or cause.__context__
+            if reason is None:
+                break
+            cause = reason
         raise cause from error
     write_synced(extra, staged / EXTRA_FILE)
 

@@ -65,15 +65,19 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
     # the loop below adds to it what hooks saved in files beside it
     if is_directory_checkpoint(path / SHARDED):
         inner = read_directory_parts(path / SHARDED, trust)
-        parts.models, parts.optimizers, parts.main_params = inner.models, inner.optimizers, inner.main_params
+        parts.models = inner.models
+        parts.optimizers = inner.optimizers
+        parts.main_params = inner.main_params
     main_params: Mapping[int, Mapping[str, Tensor]] = {}
     for file in sorted(path.iterdir()):
         if not file.is_file():
             continue
-        if found := _WEIGHTS.fullmatch(file.name):
-            parts.models[_key("model", found[1])] = _weights(file, trust)
-        elif found := _OPTIMIZER.fullmatch(file.name):
-            parts.optimizers[_key("optimizer", found[1])] = _optimizer(file, trust)
+        weights_match = _WEIGHTS.fullmatch(file.name)
+        optimizer_match = _OPTIMIZER.fullmatch(file.name)
+        if weights_match:
+            parts.models[_key("model", weights_match[1])] = _weights(file, trust)
+        elif optimizer_match:
+            parts.optimizers[_key("optimizer", optimizer_match[1])] = _optimizer(file, trust)
         elif file.name == _MAIN_PARAMS:
             main_params = read_object(file, trust)
         else:
@@ -106,8 +110,9 @@ def _key(kind: str, number: str | None) -> str:
 def _weights(file: Path, trust: bool) -> Mapping[str, Any]:
     if file.name.endswith(".index.json"):
         names = dict.fromkeys(_json(file).get("weight_map", {}).values())
-        if missing := next((part for part in names if not (file.parent / part).is_file()), None):
-            raise CheckpointError(f"{file} names {missing}, which is not there: download or copy it, too")
+        missing = [part for part in names if not (file.parent / part).is_file()]
+        if missing:
+            raise CheckpointError(f"{file} names {missing[0]}, which is not there: download or copy it, too")
         return {name: value for part in names for name, value in _weights(file.parent / part, trust).items()}
     content = dict(_header_of(file)) if file.suffix == ".safetensors" else read_object(file, trust)
     if not isinstance(content, Mapping):
@@ -145,8 +150,10 @@ def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} is no file of safetensors, or is cut off: {error!r}") from error
     # the header comes first, so a file that was cut off still has it whole
-    if (size := file.stat().st_size) < 8 + length + end:
-        raise CheckpointError(f"{file} is cut off: it has {size:,} bytes of {8 + length + end:,}")
+    size = file.stat().st_size
+    expected_size = 8 + length + end
+    if size < expected_size:
+        raise CheckpointError(f"{file} is cut off: it has {size:,} bytes of {expected_size:,}")
     yield from tensors.items()
 
 

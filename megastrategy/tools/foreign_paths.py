@@ -31,7 +31,8 @@ def check_readable(path: Path) -> None:
         raise CheckpointError(f"{path} {what}: check the path") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if (kind := _KINDS.get(stat.S_IFMT(mode))) is not None:
+    kind = _KINDS.get(stat.S_IFMT(mode))
+    if kind is not None:
         raise CheckpointError(f"{path} is {kind}, not a file or folder: check the path")
 
 

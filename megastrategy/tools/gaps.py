@@ -23,8 +23,10 @@ STEP = "optimizer"
 BETWEEN = "between steps: hooks, logging"
 PLAIN = "plain optimizer, hooks, logging"
 
-_FORWARD, _BACKWARD = EventKind.FORWARD_START, EventKind.BACKWARD_START
-_STEP, _WAIT = EventKind.STEP_START, EventKind.WAIT_START
+_FORWARD = EventKind.FORWARD_START
+_BACKWARD = EventKind.BACKWARD_START
+_STEP = EventKind.STEP_START
+_WAIT = EventKind.WAIT_START
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,8 @@ def _between_spans(model: ModelEvents) -> list[Gap]:
             gaps.append(Gap(_name(before, span, model.has_optimizer), until_ns, start_ns))
         if span is None:
             gaps.append(Gap(EVALUATION, start_ns, end_ns))
-        before, until_ns = span, end_ns
+        before = span
+        until_ns = end_ns
     return gaps
 
 
@@ -111,7 +114,8 @@ def _cut(gap: Gap, loads: Iterable[tuple[int, int]]) -> list[Gap]:
     start_ns = gap.start_ns
     # a load may begin before the gap or end after it: its part inside is cut out
     for load_start, load_end in loads:
-        begin, end = max(load_start, start_ns), min(load_end, gap.end_ns)
+        begin = max(load_start, start_ns)
+        end = min(load_end, gap.end_ns)
         if begin >= end:
             continue
         if begin > start_ns:

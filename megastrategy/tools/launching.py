@@ -59,7 +59,8 @@ def launch(arguments: Sequence[str]) -> None:
         parsed.training_script,
         *parsed.training_script_args,
     ]
-    parsed.module, parsed.training_script = True, LAUNCHER
+    parsed.module = True
+    parsed.training_script = LAUNCHER
     if theirs.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate itself says so to one process alone, not to several
     with tempfile.TemporaryDirectory() as folder:

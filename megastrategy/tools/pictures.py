@@ -145,7 +145,8 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
 
     drawn = [rank for rank in ranks if rank.models][:_MAX_RANKS_DRAWN]
     models = [max(rank.models, key=lambda model: len(model.steps)) for rank in drawn]
-    if not models or not (steps := models[0].steps):
+    steps = models[0].steps if models else []
+    if not steps:
         raise ValueError("no whole step was recorded")
     shown = _last_in_a_row(steps, models[0], num_steps)
     start_ns, end_ns = (ns + drawn[0].clock_offset_ns for ns in (shown[0].start_ns, shown[-1].end_ns))
@@ -170,7 +171,8 @@ def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) ->
     evaluations = evaluations_of(spans_of(model.events))
     for length in range(min(num_steps, len(steps)), 0, -1):
         for first in range(len(steps) - length, -1, -1):
-            start_ns, end_ns = steps[first].start_ns, steps[first + length - 1].end_ns
+            start_ns = steps[first].start_ns
+            end_ns = steps[first + length - 1].end_ns
             if not any(start_ns < end and begin < end_ns for begin, end in evaluations):
                 return steps[first : first + length]
     return steps[-1:]
@@ -178,7 +180,8 @@ def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) ->
 
 def _draw_gaps(axis: Axes, gaps: Iterable[Gap], offset_ns: int, length_ns: int) -> None:
     for gap in gaps:
-        start_ns, end_ns = max(0, gap.start_ns + offset_ns), min(length_ns, gap.end_ns + offset_ns)
+        start_ns = max(0, gap.start_ns + offset_ns)
+        end_ns = min(length_ns, gap.end_ns + offset_ns)
         if end_ns <= start_ns:
             continue
         box = [(start_ns / 1e6, (end_ns - start_ns) / 1e6)]
@@ -203,7 +206,8 @@ def _draw(axis: Axes, spans: Iterable[Span], offset_ns: int, length_ns: int) -> 
     a gap."""
     trained = [span for span in spans if span.kind is not EventKind.FORWARD_START or span.index]
     for span in sorted(trained, key=lambda span: (span.lane is Lane.WAITING, span.start_ns, -span.end_ns)):
-        start_ns, end_ns = span.start_ns + offset_ns, span.end_ns + offset_ns
+        start_ns = span.start_ns + offset_ns
+        end_ns = span.end_ns + offset_ns
         if end_ns < 0 or start_ns > length_ns:
             continue
         height = 0 if span.lane is Lane.COMMUNICATION else 1

@@ -37,7 +37,9 @@ def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
 
 def write_files(ranks: Sequence[RankEvents], folder: Path, target: str) -> Iterator[str]:
     """Writes the numbers, the trace of all ranks and the picture; yields what to say about each."""
-    numbers, trace, picture = folder / FILE, folder / "trace.json", folder / "timeline.png"
+    numbers = folder / FILE
+    trace = folder / "trace.json"
+    picture = folder / "timeline.png"
     numbers.write_text(json.dumps(summary(ranks, target), indent=1), encoding="utf-8")
     yield f"{numbers}: the numbers, for a later profile's --compare"
     trace.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")

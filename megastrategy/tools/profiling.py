@@ -97,7 +97,9 @@ class Recorder:
     """
 
     def __init__(self, skip: int, num_steps: int, on_done: Callable[[], None]) -> None:
-        self._skip, self._end, self._on_done = skip, skip + num_steps, on_done
+        self._skip = skip
+        self._end = skip + num_steps
+        self._on_done = on_done
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._events: list[Event] = []
         self._reduced_bytes: list[int] = []
@@ -147,7 +149,8 @@ class Recorder:
     def _start_after_this_step(self) -> None:
         """Drops the events so far, which are of other buckets, and begins again after this step."""
         later = max(0, self._num_steps + 1 - self._skip)
-        self._skip, self._end = self._skip + later, self._end + later
+        self._skip += later
+        self._end += later
         self._events = []
         if self._clock is not None:
             self._clock.forget()
@@ -208,7 +211,10 @@ class Recording:
     """Gives every model that is wrapped from now on a :class:`Recorder`, until one has done its steps."""
 
     def __init__(self, folder: Path, rank: int, skip: int, num_steps: int) -> None:
-        self.folder, self._rank, self._skip, self._num_steps = folder, rank, skip, num_steps
+        self.folder = folder
+        self._rank = rank
+        self._skip = skip
+        self._num_steps = num_steps
         self._recorders: list[Recorder] = []
         self._loads: list[tuple[int, int]] = []
         self._is_done = False

@@ -55,7 +55,8 @@ def show(*renderables: RenderableType) -> None:
 
 def size(nbytes: int) -> str:
     """Writes bytes in the largest unit that leaves a number of one or more."""
-    value, unit = float(nbytes), "B"
+    value = float(nbytes)
+    unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break

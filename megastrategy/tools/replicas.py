@@ -18,7 +18,8 @@ from .._replicas import describe_timeouts, has_met, start_lighthouse
 _POLL_S = 0.1
 _END_S = 30.0
 """Seconds that replicas get to end after SIGTERM, in which a script may save."""
-_EARLY_S, _NUM_EARLY = 20.0, 3
+_EARLY_S = 20.0
+_NUM_EARLY = 3
 """A script that fails in all replicas within so many seconds, or before they have met, so many times in a row, is not
 started again."""
 _LAUNCH = """
@@ -141,7 +142,8 @@ def _restart(
         return
     slot.restarts_left -= 1
     log(f"{what}; it is started again ({slot.restarts_left} restarts left)")
-    slot.process, slot.started_at = start(slot.number), time.monotonic()
+    slot.process = start(slot.number)
+    slot.started_at = time.monotonic()
 
 
 @contextmanager

@@ -29,7 +29,8 @@ def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
     steps = model.steps
     mean = average(steps)
     within = (steps[0].start_ns, steps[-1].start_ns)
-    period_ms, input_ms = mean.step_ms, 0.0
+    period_ms = mean.step_ms
+    input_ms = 0.0
     # A single step does not show the time between two.
     if len(steps) > 1:
         evaluated_ns = overlap_ns(within, evaluations_of(spans_of(model.events)))
@@ -51,12 +52,13 @@ def models_of(ranks: Sequence[RankEvents]) -> list[list[tuple[RankEvents, ModelE
 
     Ranks wrap their models in one order, so the number says which belong together.
     """
-    found = []
+    models = []
     for number in range(max((len(rank.models) for rank in ranks), default=0)):
-        own = [(rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
-        if own := [(rank, model) for rank, model in own if model.steps]:
-            found.append(own)
-    return found
+        on_ranks = [(rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
+        with_steps = [(rank, model) for rank, model in on_ranks if model.steps]
+        if with_steps:
+            models.append(with_steps)
+    return models
 
 
 def verdicts(ranks: Sequence[RankEvents]) -> list[Verdict]:
@@ -84,7 +86,9 @@ def summary(ranks: Sequence[RankEvents], target: str) -> dict[str, Any]:
 
 
 def _of_rank(rank: RankEvents, model: ModelEvents) -> dict[str, Any]:
-    steps, times, mean = model.steps, rank_times(rank, model), average(model.steps)
+    steps = model.steps
+    times = rank_times(rank, model)
+    mean = average(model.steps)
     lengths = [step.step_ms for step in steps]
     quarters = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else lengths * 3
     gaps: dict[str, float] = {}

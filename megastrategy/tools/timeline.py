@@ -230,7 +230,10 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
         index = 0 if event.kind is EventKind.BACKWARD_END else event.index
         if event.kind in _LANES:
             started[event.kind, index] = event  # after an exception the later one counts
-        elif event.kind in _STARTS and (start := started.pop((_STARTS[event.kind], index), None)) is not None:
+        elif event.kind in _STARTS:
+            start = started.pop((_STARTS[event.kind], index), None)
+            if start is None:
+                continue
             start_ns, end_ns = event.ran_ns or (start.time_ns, event.time_ns)
             spans.append(Span(start.kind, index, start_ns, end_ns, start.time_ns, event.ran_ns is not None))
     return spans
