@@ -361,7 +361,8 @@ class DistributedDataParallel(nn.Module):
         May be called twice.
 
         Sends nothing. Its optimizers become torch's own again, with all of their state on every rank, when they are
-        used next: all ranks then use a sharded one together.
+        used next: all ranks then use a sharded one together. Until then, or until it is deleted, the engine's process
+        groups stay.
         """
         engine, self._engine = self._engine, None
         if engine is not None:

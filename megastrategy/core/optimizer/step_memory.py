@@ -30,12 +30,14 @@ def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def copy_kept_grads(state: Mapping[Any, Any], stepped: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Copies gradients, and views of them, that an optimizer keeps in its state, in containers and objects too.
+    """Copies gradients, and views of them, that an optimizer keeps in its state, in lists and dictionaries too.
 
     ``stepped``: tensors and their gradients; each gradient is searched for in the tensor's own state.
     """
     for tensor, grad in stepped:
-        if grad is not None and (kept := state.get(tensor)):
+        if type(grad) is not Tensor or grad.layout != torch.strided:  # others may have no storage
+            continue
+        if kept := state.get(tensor):
             _copy_in(kept, grad.untyped_storage().data_ptr(), set())
 
 
@@ -47,11 +49,11 @@ def _copy_in(items: MutableMapping[Any, Any], storage: int, seen: set[int]) -> N
 
 
 def _apart(value: Any, storage: int, seen: set[int]) -> Any:
-    """Returns the value, or a copy if it is a tensor in this storage. Containers and objects are changed in place."""
+    """Returns the value, or a copy if it is a tensor in this storage. Containers are changed in place."""
     if isinstance(value, Tensor):
         # Gradients are plain tensors; other kinds may have no storage.
         return value.clone() if type(value) is Tensor and value.untyped_storage().data_ptr() == storage else value
-    if value is None or isinstance(value, int | float | str | type | torch.nn.Module) or id(value) in seen:
+    if id(value) in seen:
         return value
     seen.add(id(value))  # a container may contain itself
     if isinstance(value, MutableMapping):
@@ -60,9 +62,4 @@ def _apart(value: Any, storage: int, seen: set[int]) -> Any:
         for place, item in enumerate(value):
             if (apart := _apart(item, storage, seen)) is not item:
                 value[place] = apart
-    elif type(value) is tuple:
-        items = tuple(_apart(item, storage, seen) for item in value)
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    elif hasattr(value, "__dict__") and not callable(value):
-        _copy_in(vars(value), storage, seen)
     return value

@@ -121,6 +121,7 @@ def train_on(group: dist.ProcessGroup | None, num_instances: int) -> Tensor:
         state = optimizer.state_dict()["state"]
         assert bool(state) == (place == 0)
         model.close()
+        optimizer.optimizer.state_dict()  # gathers the state, and ends the groups
         assert len(dist.distributed_c10d._world.pg_map) == before
     return seen
 

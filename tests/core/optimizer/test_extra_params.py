@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,37 +105,6 @@ def test_a_head_beside_the_model_is_stepped_as_under_torch_ddp(mode: dict[str, A
     assert torch.equal(results[0][-1][0], results[1][-1][0]), "the model is one"
     assert not torch.equal(results[0][-1][head], results[1][-1][head]), "the heads part, as under torch DDP"
     assert torch.equal(results[0][-1][-1], results[0][0][-1]), "who has no gradient is left alone"
-
-
-def test_who_never_gets_a_gradient_is_not_spoken_of() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, guide = two_layers(), nn.Linear(2, 2)
-        model = DistributedDataParallel(module, process_group=group)
-        params = [*module.parameters(), *guide.parameters()]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1, weight_decay=0.5), model)
-        before = copy.deepcopy(guide.state_dict())
-        for _ in range(2):
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(guide.state_dict(), before, rtol=0, atol=0)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_ranks(2, run)
-
-
-def test_a_name_that_the_optimizer_knows_is_told() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        head = nn.Linear(7, 3)
-        both = nn.ModuleDict({"model": two_layers(), "head": head})
-        model = DistributedDataParallel(both["model"], process_group=group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(both.named_parameters(), lr=0.1), model)
-        head(model(torch.ones(2, 10))).sum().backward()
-        optimizer.step()
-
-    with pytest.warns(UserWarning, match=r"parameter 4 of group 0 'head.weight', of shape \(3, 7\)"):
-        run_ranks(2, run)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.collectives.rank_check import RankCheck
-from megastrategy.core.errors import NotOnAllRanksError, OptimizerNotShardableError
+from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
-from tests.support.optimizers import Buffered
 from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.training import assert_same_state
@@ -209,23 +206,6 @@ def test_sixteen_bit_weights_are_the_rounding_of_what_a_mode_left_in_the_main_pa
                 torch.testing.assert_close(mine[name], value, rtol=0.02, atol=0.02)
 
 
-def test_what_changed_a_sixteen_bit_weight_from_outside_is_taken_over_by_a_mode() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers().bfloat16()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
-        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
-        with torch.no_grad():
-            module[2].bias.fill_(3.0)
-        before = weights_of(module)
-        optimizer.shrink(0.5)
-        for name, value in weights_of(module).items():
-            assert torch.equal(value, before[name] * 0.5), name
-        mains = optimizer.main_params()
-        assert rank > 0 or bool((mains["2.bias"] == 1.5).all())
-
-    run_ranks(2, run)
-
-
 def one_step(rank: int, group: ProcessGroup, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Any:
     """A wrapped model, its optimizer after a step with it, and what it sent from then on."""
     module = two_layers()
@@ -370,45 +350,3 @@ def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: st
         assert optimizer.norms == reference.norms
 
     run_ranks(2, run)
-
-
-def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
-    """If the ranks have a store to meet in."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
-        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
-        model.engine.collectives.rank_check = RankCheck(group.get_group_store(), rank, 2, timedelta(seconds=1))
-        if rank == 0:
-            with pytest.raises(NotOnAllRanksError, match=r"shrink\(\) of a sharded Methods"):
-                optimizer.shrink(0.5)
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mode_that_gives_back_what_a_loaded_state_has_reaches_all_ranks(dtype: torch.dtype) -> None:
-    """``train()`` after a resume: no step makes the state that it reads, so that trial steps alone would miss it."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        first = two_layers().to(dtype)
-        model = DistributedDataParallel(first, DistributedDataParallelConfig(bucket_size=SMALL), group)
-        optimizer: Any = DistributedOptimizer(Buffered(first.parameters(), lr=0.05), model)
-        model(torch.ones(2, 10, dtype=dtype)).sum().backward()
-        optimizer.step()
-        trained = weights_of(first)
-        optimizer.eval()
-        assert not any(torch.equal(value, trained[name]) for name, value in weights_of(first).items())
-        every = model.engine.collectives.all_gather_objects((first.state_dict(), optimizer.state_dict()))
-        weights, state = every[0]
-        second = two_layers().to(dtype)
-        again = DistributedDataParallel(second, DistributedDataParallelConfig(bucket_size=77), group)
-        resumed: Any = DistributedOptimizer(Buffered(second.parameters(), lr=0.05), again)
-        second.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        resumed.train()
-        for name, value in weights_of(second).items():
-            assert torch.equal(value, trained[name]), name
-
-    run_ranks(3, run)

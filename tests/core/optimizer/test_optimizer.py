@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CheckpointError, OptimizerNotShardableError
-from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.notes import Notes
 from tests.support.optimizers import Lamb
@@ -215,60 +213,6 @@ def test_state_built_before_wrapping_is_taken_over() -> None:
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9})])
-def test_what_ranks_tell_each_other_for_a_state_dict_is_a_few_bytes_a_parameter(
-    name: str, options: dict[str, Any]
-) -> None:
-    """Thousands of counters go in a few pieces; each by itself would take 400 bytes, and 100 us to pickle."""
-
-    def run(rank: int, group: ProcessGroup, num_params: int) -> int:
-        module = nn.ParameterList(nn.Parameter(torch.full((3,), float(number))) for number in range(num_params))
-        collectives = RecordingCollectives(group)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group, collectives=collectives)
-        optimizer = DistributedOptimizer(getattr(torch.optim, name)(module.parameters(), lr=0.1, **options), model)
-        for param in module:
-            param.grad = torch.ones(3)
-        optimizer.step()
-        collectives.calls.clear()
-        state = optimizer.state_dict()
-        if rank == 0:
-            assert len(state["state"]) == num_params
-            assert all(values.get("step", 1.0) == 1.0 for values in state["state"].values())
-        assert len(collectives.calls) < 8
-        return sum(call.nbytes for call in collectives.calls if call.dtype == torch.uint8)
-
-    few, many = (run_ranks(2, functools.partial(run, num_params=number))[0] for number in (20, 220))
-    assert (many - few) / 200 < 32
-
-
-def test_counters_of_one_element_come_back() -> None:
-    """Some optimizers keep their step in a tensor of shape (1,)."""
-
-    class Counting(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            super().step()
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self.state[param].setdefault("count", torch.zeros(1)).add_(1)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(Counting(model.parameters(), lr=0.1, momentum=0.9), model)
-        for _ in range(2):
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-        (state,) = model.engine.collectives.all_gather_objects(optimizer.state_dict())[:1]
-        optimizer.load_state_dict(state)
-        again = optimizer.state_dict()
-        if rank == 0:
-            assert_same_state(again, state)
-            assert all(values["count"].item() == 2 for values in state["state"].values())
-
-    run_ranks(2, run)
-
-
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), SHARDED, group)
@@ -286,22 +230,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         after = optimizer.state_dict()
         if rank == 0:
             assert_same_state(after, before)
-
-    run_ranks(2, run)
-
-
-def test_saved_tensors_share_nothing_and_weigh_what_they_hold() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-        model(torch.ones(2, 10)).sum().backward()
-        optimizer.step()
-        tensors = list(module.state_dict().values())
-        for values in optimizer.state_dict()["state"].values():
-            tensors += [value for value in values.values() if isinstance(value, Tensor)]
-        assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() for tensor in tensors)
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
     run_ranks(2, run)
 

@@ -199,27 +199,6 @@ def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: d
     run_ranks(2, run)
 
 
-def test_user_state_groups_and_hooks_stay() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        loop = Loop(rank, group, {"bucket_size": 100}, adamw)
-        calls: list[str] = []
-        loop.inner.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
-        loop.inner.register_step_pre_hook(lambda *_: calls.append("step"))
-        loop.inner.state["epoch"] = 7
-        groups = list(loop.inner.param_groups)
-        model, optimizer = loop.wrap()
-        loop.train(model, optimizer)
-        del calls[:]
-        model.close()
-        assert not calls
-        assert loop.inner.state["epoch"] == 7
-        assert all(map(lambda one, other: one is other, loop.inner.param_groups, groups))
-        loop.inner.step()
-        assert calls == ["step"]
-
-    run_ranks(2, run)
-
-
 def test_an_optimizer_of_a_model_in_use_is_refused_by_another() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         loop = Loop(rank, group, {"bucket_size": 100}, adamw)

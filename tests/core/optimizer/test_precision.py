@@ -169,25 +169,6 @@ def test_weights_changed_from_outside_are_neither_lost_nor_overwritten(
     run_ranks(2, run)
 
 
-def test_main_params_survive_a_swap_there_and_back() -> None:
-    """As weight averaging does for validation: other weights in, evaluate, the same weights back."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Scale(200, torch.bfloat16)
-        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=5e-5))
-        for step in range(200):
-            if step % 20 == 10:
-                own = module.weight.detach().clone()
-                module.weight.data.fill_(7.0)
-                module.weight.data.copy_(own)
-            optimizer.zero_grad()
-            model(torch.ones(200, dtype=torch.bfloat16)).backward()
-            optimizer.step()
-        assert bool((module.weight == torch.tensor(0.99).bfloat16()).all()), "the fp32 part was kept"
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_parameter_whose_dtype_changed_is_named(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
@@ -321,23 +302,3 @@ def test_what_cannot_be_sharded_steps_whole_main_params_and_is_saved_and_resumed
         assert resumed.state.get("calls") == optimizer.state.get("calls")
 
     run_ranks(2, run)
-
-
-def test_scaled_training_equals_unscaled() -> None:
-    """A power of two scales without rounding, so the weights are the same bits."""
-
-    def run(rank: int, group: ProcessGroup, scaled: bool) -> Tensor:
-        module = two_layers()
-        model, optimizer = wrap(module, group, lambda params: torch.optim.AdamW(params, lr=0.01))
-        scaler = GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        for step in range(5):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((4, 10), 0.1 * (rank + step))).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
-
-    for with_scale, without in zip(
-        run_ranks(2, lambda r, g: run(r, g, True)), run_ranks(2, lambda r, g: run(r, g, False)), strict=True
-    ):
-        assert torch.equal(with_scale, without)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ReducedGradError
-from tests.core.buffers.test_reduced_grad import SHARDED, Net, loss_of, sharded
+from tests.core.buffers.test_reduced_grad import Net, loss_of, sharded
 from tests.support.ranks import run_ranks
 
 Watch = Callable[[Optimizer], Callable[[], object]]
@@ -58,13 +58,6 @@ def wrapper(optimizer: Optimizer) -> Callable[[], object]:
     return lambda: None
 
 
-class OfABase(torch.optim.SGD):
-    """Calls its base's step, which runs hooks too once that class was used by itself."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return super().step(closure)
-
-
 def trained(watch: Watch, options: dict[str, Any] | None, kind: type[torch.optim.SGD] = torch.optim.SGD) -> list[Any]:
     """The weights by rank; under torch DDP without ``options``."""
     # Global hooks are the process's: one that comes or goes while another rank's step walks them ends that step.
@@ -98,14 +91,6 @@ def test_who_changes_whole_weights_after_a_step_ends_in_the_bits_of_torch_ddp(
     watch: Watch, options: dict[str, Any]
 ) -> None:
     for mine, theirs in zip(trained(watch, options), trained(watch, None), strict=True):
-        assert all(map(torch.equal, mine, theirs))
-
-
-def test_hooks_of_a_class_that_calls_its_bases_step() -> None:
-    torch.optim.SGD([torch.zeros(1)])  # from now on its step runs hooks, also where a class of it calls it
-    for mine, theirs in zip(
-        trained(hook_after, SHARDED["contiguous"], OfABase), trained(hook_after, None, OfABase), strict=True
-    ):
         assert all(map(torch.equal, mine, theirs))
 
 

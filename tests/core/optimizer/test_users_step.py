@@ -197,15 +197,6 @@ def test_arguments_with_which_shards_would_be_stepped_otherwise_are_refused_befo
     run_ranks(2, run)
 
 
-def test_with_all_reduce_the_same_arguments_are_the_users_affair() -> None:
-    def script(model: Any, optimizer: Any, rank: int) -> None:
-        backward(model, rank, 0)
-        optimizer.step(clip=True, extra=print)
-        optimizer.zero_grad()
-
-    assert_equal_to_ddp(users, script, use_distributed_optimizer=False)
-
-
 def test_arguments_are_tried_once_for_all_numbers() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         kind = users()
@@ -225,18 +216,6 @@ def test_arguments_are_tried_once_for_all_numbers() -> None:
     run_ranks(2, run)
 
 
-class Fading(torch.optim.SGD):
-    """Its ``zero_grad`` keeps a half of each gradient, and takes no argument."""
-
-    calls: Notes
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        self.calls.append("zero_grad")
-        for param in stepped(self):
-            assert param.grad is not None
-            param.grad.mul_(0.5)
-
-
 def with_zero_grads(model: Any, optimizer: Any, rank: int) -> None:
     for step in range(3):
         optimizer.zero_grad()
@@ -247,12 +226,6 @@ def with_zero_grads(model: Any, optimizer: Any, rank: int) -> None:
 @both_modes
 def test_an_overridden_zero_grad_is_called(sharded: bool) -> None:
     assert_equal_to_ddp(users, with_zero_grads, use_distributed_optimizer=sharded)
-
-
-def test_an_overridden_zero_grad_decides_what_becomes_of_gradients() -> None:
-    assert_equal_to_ddp(
-        lambda: type("Fading", (Fading,), {"calls": Notes()}), with_zero_grads, use_distributed_optimizer=False
-    )
 
 
 def test_a_zero_grad_that_keeps_state_of_sharded_parameters_is_refused() -> None:

@@ -105,21 +105,6 @@ def test_owners_stay_when_others_join() -> None:
     assert first == Owners(layout, {}).extended_by([5, 3, 0]), "whatever the order in which they are named"
 
 
-@pytest.mark.parametrize(("size", "embedding"), [(2, 600), (4, 300), (8, 300)])
-def test_what_is_larger_than_a_ranks_part_has_an_owner_of_its_own(size: int, embedding: int) -> None:
-    """An embedding is in the last bucket, to which others would come when all ranks have their parts already."""
-    shapes = [(embedding, 8), *12 * [(16, 8), (4, 8)], (8, 8)]
-    specs = [ParamSpec(f"p{n}", shape, (shape[1], 1), torch.float32, torch.float32) for n, shape in enumerate(shapes)]
-    layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=SOME), size)
-    assert layout.slots[0].bucket == len(layout.buckets) - 1 > 2
-    rest = sum(spec.numel for spec in specs[1:])
-    assert specs[0].numel > (specs[0].numel + rest) / size
-    owners = Owners(layout, {}).extended_by(range(len(specs)))
-    loads = owners.owned_numels()
-    assert loads.pop(owners.rank_of[0]) == specs[0].numel
-    assert max(loads) - min(loads) <= 16 * 8, "the others share the rest"
-
-
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,17 +192,6 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
 
     by_rank = run_ranks(size, run)
     assert sum(sent for sent, _ in by_rank) <= by_rank[0][1] * (size - 1) / size * 1.5
-
-
-def test_one_rank_sends_nothing_and_tries_nothing() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model = model_on(group)
-        optimizer = DistributedOptimizer(torch.optim.Muon(by_dimensions(list(module.parameters()))[0], lr=0.02), model)
-        train(model, optimizer, rank, range(2))
-        assert not model.engine.owners.rank_of
-        assert model.engine.collectives.progress.num_started == 0
-
-    run_ranks(1, run)
 
 
 # --- 16-bit weights, and everything else of the engine ---------------------------------------------------------------
@@ -427,22 +401,4 @@ def test_the_table_at_the_start_names_owners_and_what_is_too_large() -> None:
     said = run_ranks(4, run)[0][0]
     assert "4 parameter(s), 601 elements, are stepped whole" in said
     assert f"the fullest rank has {330 / (601 / 4) - 1:+.0%}" in said
-    assert "'0.weight' alone has 330 of them" in said
-
-
-def test_the_table_names_what_is_too_large_where_its_owner_has_more() -> None:
-    """Unfrozen when every rank had its part."""
-
-    def run(rank: int, group: ProcessGroup) -> list[str]:
-        lines: list[str] = []
-        module, model = model_on(group)
-        first, *others = module.parameters()
-        first.requires_grad_(False)
-        optimizer = DistributedOptimizer(optimizers.LambWithMoments(others, lr=0.02), model)
-        first.requires_grad_(True)
-        optimizer.add_param_group({"params": [first]})
-        model.engine.announce(lines.append)
-        return lines
-
-    said = run_ranks(3, run)[0][0]
     assert "'0.weight' alone has 330 of them" in said

@@ -181,8 +181,8 @@ def forget_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first bucket's parameters is missing."""
     start = ParamGather.start
 
-    def start_and_forget(self: ParamGather, bucket: int, spans: Spans | None = None, *, exact: bool = False) -> None:
-        start(self, bucket, spans, exact=exact)
+    def start_and_forget(self: ParamGather, bucket: int, spans: Spans | None = None) -> None:
+        start(self, bucket, spans)
         if bucket == 0:
             self._handles[bucket] = Forgotten(self._handles[bucket])
 

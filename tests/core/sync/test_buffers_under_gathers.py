@@ -68,9 +68,10 @@ def test_buffers_do_not_wait_for_weights_that_come_under_the_forward() -> None:
 def count_groups() -> list[int]:
     before, made = num_groups(), []
     for options in ({}, {"broadcast_buffers": False}, {"use_distributed_optimizer": False}):
-        model, _ = wrapped(**options)
+        model, optimizer = wrapped(**options)
         made.append(num_groups() - before)
         model.close()
+        optimizer.optimizer.state_dict()  # gathers the state, and ends the groups
     assert num_groups() == before
     return made
 

@@ -88,12 +88,6 @@ def test_torch_optimizers_pass_at_any_learning_rate(name: str, lr: float) -> Non
     assert probe(optimizer, CPU, torch.float32).reason is None
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "nesterov": True}, {"momentum": 0.0}])
-def test_every_option_of_sgd_passes(options: dict[str, Any]) -> None:
-    optimizer = torch.optim.SGD(params(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options})
-    assert probe(optimizer, CPU, torch.float32).reason is None
-
-
 def test_an_unknown_element_wise_optimizer_passes() -> None:
     assert probe(SignSGD(params()), CPU, torch.float32).reason is None
 
@@ -133,15 +127,6 @@ def test_no_learning_rate_hides_it(kind: Any, lr: float) -> None:
     assert "flat pieces" in str(probe(kind(params(), lr=lr), CPU, torch.float32).reason)
 
 
-def test_what_is_kept_is_named_with_both_values() -> None:
-    reason = str(probe(optimizers.DistanceInGroup(params()), CPU, torch.float32).reason)
-    assert "parameter group 0, entry 'd' of its group is" in reason
-    reason = str(probe(optimizers.NormHistory(params()), CPU, torch.float32).reason)
-    assert "state 'mean_norm' is" in reason
-    reason = str(probe(optimizers.KeepsLargest(params()), CPU, torch.float32).reason)
-    assert "its attribute 'watch' is otherwise for whole tensors than for flat pieces" in reason
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -156,18 +141,6 @@ def test_what_is_kept_is_named_with_both_values() -> None:
 def test_what_could_not_be_saved_is_found(kind: Any, said: str) -> None:
     """The steps of all but the first are element-wise."""
     assert said in str(probe(kind(params()), CPU, torch.float32).reason)
-
-
-def test_a_state_in_another_kind_of_tensor_is_found() -> None:
-    class Coded(Tensor):
-        pass
-
-    class KeepsCoded(Simple):
-        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            state["coded"] = torch.zeros_like(param).as_subclass(Coded)
-            param.sub_(grad, alpha=group["lr"])
-
-    assert "state 'coded' as Coded" in str(probe(KeepsCoded(params()), CPU, torch.float32).reason)
 
 
 def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> None:
@@ -187,56 +160,6 @@ def test_what_differentiates_the_gradients_of_parameters_is_found() -> None:
     assert "a trial step of parameter group 0 raised RuntimeError: element 0 of tensors does not require grad" in str(
         reason
     )
-
-
-def test_an_optimizer_that_needs_a_closure_says_so() -> None:
-    assert "'closure'" in str(probe(optimizers.NeedsClosure(params()), CPU, torch.float32).reason)
-
-
-class Recording(Simple):
-    """Element-wise; notes learning rates and how often it stepped."""
-
-    def __init__(self, params: Any, lr: Any, seen: list[float]) -> None:
-        self.note = seen.append  # shared with every copy
-        super().__init__(params, lr)
-
-    def step(self, closure: Any = None) -> None:
-        self.note(float(self.param_groups[0]["lr"]))
-        super().step()
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        param.sub_(grad, alpha=float(group["lr"]))
-
-
-@pytest.mark.parametrize(
-    ("lr", "tried"), [(0.3, {0.3}), (torch.tensor(0.25), {0.25}), (0.0, {0.01}), (1e-9, {1e-9, 0.01})]
-)
-def test_it_is_tried_at_its_own_learning_rate(lr: Any, tried: set[float]) -> None:
-    """If that moves too little, at a larger one too."""
-    seen: list[float] = []
-    assert probe(Recording(params(), lr, seen), CPU, torch.float32).reason is None
-    assert set(seen) == tried
-
-
-def test_a_scheduled_learning_rate_is_tried_as_it_was_before_the_warm_up() -> None:
-    seen: list[float] = []
-    optimizer = Recording(params(), 0.5, seen)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-3 * step + 1e-3)
-    assert optimizer.param_groups[0]["lr"] == 0.0005
-    assert probe(optimizer, CPU, torch.float32).reason is None
-    assert set(seen) == {0.5}
-
-
-def test_groups_with_the_same_options_are_tried_once() -> None:
-    """Their learning rates may differ, as from layer to layer: the largest shows most."""
-    counts = []
-    for groups in ([1.0], [0.25, 1.0, 0.5] * 10):
-        seen: list[float] = []
-        own = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": lr} for lr in groups]
-        assert probe(Recording(own, 0.1, seen), CPU, torch.float32).reason is None
-        assert set(seen) == {1.0}
-        counts.append(len(seen))
-    assert counts[0] == counts[1]
 
 
 def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
@@ -261,19 +184,6 @@ def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any)
 def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
     with pytest.raises(NotForShardsError, match="closure would read the 16-bit weights"):
         check_main_param_steps(optimizers.NeedsClosure(params()))
-
-
-def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
-    """Which wraps ``step``, in a function that has another signature."""
-    optimizer = torch.optim.SGD(params(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    check_main_param_steps(optimizer)
-
-
-def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
-    """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
-    assert probe(optimizers.Averaging(params()), CPU, torch.float32).reason is None
-    check_main_param_steps(optimizers.Averaging(params()))
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
@@ -314,26 +224,6 @@ def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_s
     assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)
 
 
-def test_state_that_has_grown_since_is_none_to_try_with() -> None:
-    """Beside a large sum, gradients move nothing and a coupling hides: a trial begins where training does."""
-    optimizer = CountsOnState(params())
-    for state in optimizer.state.values():
-        state["total"].fill_(1e9)
-    assert probe(optimizer, CPU, torch.float32).reason is None
-    hiding = SumsItsState(params())
-    for state in hiding.state.values():
-        state["sum"].fill_(1e9)
-    assert "a trial tensor" in str(probe(hiding, CPU, torch.float32).reason)
-
-
-def test_state_is_that_of_another_parameter_where_the_constructor_wants_more() -> None:
-    class Named(CountsOnState):
-        def __init__(self, params: Any, name: str) -> None:
-            super().__init__(params)
-
-    assert probe(Named(params(), "a"), CPU, torch.float32).reason is None
-
-
 def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
     class Mixed(Lamb):
         @torch.no_grad()
@@ -366,10 +256,3 @@ def test_the_optimizer_is_left_as_it_was() -> None:
     assert [bool((param == 1).all()) for param in own] == [True, True]
     assert getattr(optimizer.step, "_wrapped_by_lr_sched", False), "the scheduler still counts steps"
     assert scheduler.get_last_lr() == [0.1]
-
-
-def test_state_tensors_are_counted() -> None:
-    counts = {"SGD": 0, "Adam": 2, "RMSprop": 1}
-    for kind, count in counts.items():
-        assert len(probe(getattr(torch.optim, kind)(params()), CPU, torch.float32).element_names) == count
-    assert len(probe(torch.optim.AdamW(params(), amsgrad=True), CPU, torch.float32).element_names) == 3

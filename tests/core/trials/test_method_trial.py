@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from megastrategy.core.trials import Call, NotForShardsError
 from megastrategy.core.trials.method_trial import Effect, try_call
-from tests.support.optimizers_with_methods import Lookahead, Methods, ScheduleFree
+from tests.support.optimizers_with_methods import Methods, ScheduleFree
 
 CPU = torch.device("cpu")
 
@@ -52,23 +51,6 @@ def test_modes_move_parameters_when_they_change_and_at_a_learning_rate_of_zero_t
     assert effect_of(optimizer, "eval") is Effect.ELEMENTS
 
 
-def test_a_mode_that_copies_what_a_step_left_in_the_state_moves_parameters() -> None:
-    """The copies' last step left it in their parameters too, which are elsewhere in evaluation."""
-
-    class Copying(Methods):
-        def go_back(self) -> None:
-            for param in self._params():
-                param.copy_(self.state[param]["last"])
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            super().step(closure)
-            for param in self._params():
-                self.state[param]["last"] = param.clone()
-
-    assert effect_of(Copying(params()), "go_back") is Effect.ELEMENTS
-
-
 def test_one_group_in_another_mode_is_enough() -> None:
     optimizer = ScheduleFree([{"params": [param]} for param in params()])
     optimizer.train()
@@ -98,22 +80,3 @@ def test_a_trial_leaves_no_trace() -> None:
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(bool((param == 1).all()) and bool((param.grad == 1).all()) for param in tensors)  # type: ignore[union-attr]
-
-
-def test_an_optimizer_inside_of_another_is_not_stepped() -> None:
-    tensors = params()
-    optimizer = Lookahead(torch.optim.SGD(tensors, lr=0.1))
-    for param in tensors:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(NotForShardsError, match="another optimizer, inside of this one"):
-        effect_of(optimizer, "sync")
-    assert all(bool((param == 1).all()) for param in tensors)
-
-
-def test_a_group_that_a_method_adds_is_not_for_shards() -> None:
-    class Growing(Methods):
-        def grow(self, param: Tensor) -> None:
-            self.add_param_group({"params": [param]})
-
-    with pytest.raises(NotForShardsError, match="which parameters are in the groups"):
-        effect_of(Growing(params()), "grow", Parameter(torch.ones(2)))

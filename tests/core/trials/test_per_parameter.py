@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megastrategy.core.trials.elementwise import Findings
-from megastrategy.core.trials.per_parameter import trial_shapes
 from megastrategy.core.trials.probe import probe
 from tests.support import optimizers
 
@@ -102,34 +100,6 @@ def test_a_coupling_of_two_tensors_of_one_shape_is_seen() -> None:
     assert "was stepped without the others" in reason
 
 
-@pytest.mark.parametrize("numel", [4096, 5400])
-def test_a_coupling_of_large_tensors_alone_is_seen(numel: int) -> None:
-    class Large(optimizers.Simple):
-        """Steps tensors of a block's size by their common norm, and others by their own."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            grads = [param.grad for param in optimizers.stepped(self) if param.grad is not None]
-            common = torch.stack([grad.norm() for grad in grads if grad.numel() >= 4096] or [torch.ones(())]).norm()
-            for param in optimizers.stepped(self):
-                assert param.grad is not None
-                norm = common if param.numel() >= 4096 else param.grad.norm()
-                param.sub_(param.grad / norm, alpha=0.1)
-
-    reason = found(Large(params((9, 4), (numel // 54, 54) if numel > 4096 else (64, 64)))).reason
-    assert "was stepped without the others" in str(reason)
-
-
-def test_a_deque_in_the_state_is_looked_into() -> None:
-    class Delayed(optimizers.Simple):
-        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            queue = state.setdefault("grads", collections.deque(maxlen=2))
-            queue.append(grad.clone())
-            param.sub_(queue[0] / queue[0].norm(), alpha=0.1)
-
-    assert found(Delayed(params())).whole_groups == {0}
-
-
 def test_state_that_depends_on_others_is_seen() -> None:
     class Ranked(optimizers.Simple):
         """Steps by the norm of each, and notes how many there are."""
@@ -200,98 +170,3 @@ def test_groups_are_decided_one_by_one() -> None:
     assert findings.whole_groups == {1, 2}
     assert findings.element_names == {"momentum", "square"}
     assert findings.whole_tensors == {2: 1}
-
-
-def test_shapes_of_trials_have_the_dimensions_of_the_parameters() -> None:
-    assert {len(shape) for shape in trial_shapes([(3, 4), (5,), (), (2, 2, 2, 2)])} == {0, 1, 2, 4}
-    assert max(map(torch.Size.numel, map(torch.Size, trial_shapes([(90, 60)])))) >= 4096
-    assert max(map(torch.Size.numel, map(torch.Size, trial_shapes([(9, 6)])))) < 4096, "no parameter is that large"
-
-
-def test_random_numbers_of_the_program_stay_as_they_are() -> None:
-    class Noisy(optimizers.Simple):
-        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            param.sub_(grad / grad.norm() + torch.randn(()), alpha=0.1)
-
-    before = torch.get_rng_state()
-    assert probe(Noisy(params()), CPU, torch.float32).reason is not None
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-class InFloat8(torch.optim.Optimizer):
-    """Momentum in 8 bits, for which torch has no arithmetic; by rows where ``by_rows``.
-
-    Beyond 448 the conversion makes a NaN before torch 2.13, and 448 since; with ``dtype`` another format or 16 bits.
-    """
-
-    def __init__(
-        self, params: Any, lr: float = 0.1, by_rows: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
-    ) -> None:
-        super().__init__(params, {"lr": lr, "by_rows": by_rows, "dtype": dtype})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                kept = state["momentum"].to(param.dtype) * 0.5 if state else torch.zeros_like(param)
-                update = kept + param.grad
-                if group["by_rows"] and param.dim() > 1:
-                    update /= update.norm(dim=-1, keepdim=True)
-                state["momentum"] = update.to(group["dtype"])
-                param.sub_(update, alpha=group["lr"])
-
-
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_state_of_a_dtype_without_arithmetic_is_compared(by_rows: bool) -> None:
-    assert found(InFloat8(params(), by_rows=by_rows)).whole_groups == ({0} if by_rows else set())
-    assert found(InFloat8(params(), by_rows=by_rows)).reason is None
-
-
-class Overflows(InFloat8):
-    """State that is ``beyond`` where the momentum is large, and by rows where asked: each tensor's is its own."""
-
-    beyond = float("nan")
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                size = param.grad.norm() if group["by_rows"] else param.grad.abs()
-                seen = torch.where(size > 1.0, self.beyond, param.grad)
-                self.state[param]["seen"] = seen.to(group["dtype"])
-                param.sub_(param.grad, alpha=group["lr"])
-
-
-class OverflowsToInfinity(Overflows):
-    beyond = float("inf")
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32])
-@pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("kind", [Overflows, OverflowsToInfinity])
-def test_a_state_that_overflows_is_compared_as_what_it_is(
-    kind: type[Overflows], by_rows: bool, dtype: torch.dtype
-) -> None:
-    findings = found(kind(params(), by_rows=by_rows, dtype=dtype))
-    assert findings.reason is None
-    assert findings.whole_groups == ({0} if by_rows else set())
-
-
-class OverflowsTogether(Overflows):
-    """Its NaNs depend on the gradients of all tensors."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            together = sum(param.grad.norm() for param in group["params"])
-            for param in group["params"]:
-                seen = torch.where(param.grad.abs() > together / 20, self.beyond, param.grad)
-                self.state[param]["seen"] = seen.to(group["dtype"])
-                param.sub_(param.grad, alpha=group["lr"])
-
-
-def test_nans_in_other_places_are_a_difference() -> None:
-    reason = found(OverflowsTogether(params(), dtype=torch.float32)).reason
-    assert reason is not None
-    assert "state 'seen'" in reason

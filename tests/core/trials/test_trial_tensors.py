@@ -60,23 +60,3 @@ def test_a_rate_that_goes_by_the_place_in_a_group_is_seen() -> None:
     reason = probe(ByPlace(params()), CPU, torch.float32).reason
     assert "was cut into flat pieces" in str(reason)
     assert "was stepped without the others of the group" in str(reason)
-
-
-class InBlocksThatFit(Simple):
-    """Rounds in blocks where a whole number of them fits, in the pattern of torchao's 8-bit states."""
-
-    def __init__(self, params: Any, size: int) -> None:
-        super().__init__(params, size=size)
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if grad.numel() >= 4096 and grad.numel() % group["size"] == 0:
-            blocks = grad.reshape(-1, group["size"])
-            largest = blocks.abs().amax(1, keepdim=True)
-            grad = (blocks / largest).mul(127).round().div(127).mul(largest).view_as(grad)
-        param.sub_(grad, alpha=group["lr"])
-
-
-@pytest.mark.parametrize("size", [128, 256, 512, 1024, 2048, 4096])
-def test_blocks_of_any_size_are_seen(size: int) -> None:
-    findings = probe(InBlocksThatFit(params(), size), CPU, torch.float32)
-    assert (findings.reason, findings.whole_groups) == (None, {0})
