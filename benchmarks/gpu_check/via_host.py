@@ -75,21 +75,21 @@ class ViaHostCollectives(Collectives):
     def is_rank_zero(self) -> bool:
         return self.real.is_rank_zero
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start(lambda copy: self.real.all_reduce(copy, scale, scale_sum=scale_sum), (tensor, _ALL, _ALL))
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        return self._start(lambda copy: self.real.all_reduce(copy, scale), (tensor, _ALL, _ALL))
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self._start(self.real.all_reduce_max, (tensor, _ALL, _ALL))
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         def run(copy: Tensor) -> Handle:
-            return self.real.reduce_scatter(copy, scale, scale_sum=scale_sum)
+            return self.real.reduce_scatter(copy, scale)
 
         return self._start(run, (tensor, _ALL, self._own(tensor)))
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         def run(sums_copy: Tensor, copy: Tensor) -> Handle:
-            return self.real.reduce_scatter_into(sums_copy, copy, scale, scale_sum=scale_sum)
+            return self.real.reduce_scatter_into(sums_copy, copy, scale)
 
         # The sums are copied as well: additions on the device would give different bits than the host's.
         return self._start(run, (sums, _ALL, _ALL), (tensor, _ALL, slice(0)))

@@ -69,16 +69,6 @@ class DistributedDataParallelConfig:
     the link to the host needs for these bytes. The state of parameters that are stepped whole (Muon, LAMB) stays on the
     device. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
-    average_in_collective: bool = False
-    """Divide the sum over ranks by their number, instead of each rank's addend (on NCCL: the collective averages).
-    Saves a pass over the gradients. Off by default: torch DDP's result differs, in the last bit if the number of ranks
-    is no power of two, and sums of 16-bit gradients overflow earlier."""
-
-    pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad buckets to a multiple of 2**16 elements (and of the number of ranks), for which NCCL's ring and
-    tree algorithms reach full bandwidth on many ranks. Costs up to 2**16 elements of gradients, parameters
-    and traffic a bucket."""
-
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd
     and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
@@ -109,11 +99,6 @@ class DistributedDataParallelConfig:
     """Check every bucket before it is sent: if it contains an infinite or NaN gradient on any rank, all ranks raise an
     error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one read of the device
     at the end of backward. Not with a GradScaler, which causes infinite gradients on purpose."""
-
-    check_replicas_every_n_steps: int = 0
-    """Compare the weights that should be equal on all ranks, once in so many synchronised training forwards; 0 for
-    never. If a weight differs, because only one rank has written it, all ranks raise ``ReplicaMismatchError`` with the
-    first. Costs a pass over the weights on the host each time."""
 
     def __post_init__(self) -> None:
         # Types first: the later checks compare and add, and would fail with Python's message instead of the field's.
@@ -202,7 +187,7 @@ SHARD_OPTIONS = (
 )
 """The options without a meaning if an instance is one rank, which shards nothing."""
 
-_NUMBERS = ("bucket_size", "num_distributed_optimizer_instances", "check_replicas_every_n_steps")
+_NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
     "grad_wire_dtype": (None, "bf16", "fp16"),
@@ -236,9 +221,6 @@ def _check_numbers(config: DistributedDataParallelConfig) -> None:
             f"num_distributed_optimizer_instances={instances!r}: expected a positive number that divides the "
             "number of ranks, or 1 for one optimizer sharded over all of them"
         )
-    steps: object = config.check_replicas_every_n_steps
-    if not _is_positive_number(steps) and (isinstance(steps, bool) or steps != 0):
-        raise ValueError(f"check_replicas_every_n_steps={steps!r}: expected a number of steps, or 0 for never")
 
 
 def _is_positive_number(value: object) -> bool:

@@ -89,7 +89,6 @@ class DistributedDataParallel(nn.Module):
             config = config_with(config, torch_options, common_device(dict(module.named_parameters())))
         self.ddp_config = config or DistributedDataParallelConfig()
         self.require_backward_grad_sync = True
-        self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
         # Attributes of torch DDP that Lightning (strategies/ddp.py), Accelerate (trigger_sync_in_backward)
         # and sentence-transformers' cached losses read, or set.
         self.require_forward_param_sync = True
@@ -180,8 +179,6 @@ class DistributedDataParallel(nn.Module):
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, a checkpoint around the whole wrapper recomputes it
             check_not_inside_torch_ddp(self)
-            if self.ddp_config.check_replicas_every_n_steps and self.require_backward_grad_sync:
-                self._check_replicas_if_due()
             engine.reducer.before_forward()
             engine.check_params()
             for group in engine.model_parallel.groups:
@@ -346,11 +343,6 @@ class DistributedDataParallel(nn.Module):
         self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
         engine = self.engine
         check_equal_weights(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
-
-    def _check_replicas_if_due(self) -> None:
-        if self._num_synced_forwards and self._num_synced_forwards % self.ddp_config.check_replicas_every_n_steps == 0:
-            self.check_replicas()
-        self._num_synced_forwards += 1
 
     def check_open(self) -> None:
         """Raises ClosedError after :meth:`close`, and in a copy."""

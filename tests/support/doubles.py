@@ -27,7 +27,6 @@ class Call:
     numel: int
     nbytes: int
     dtype: torch.dtype
-    scale_sum: bool
     time_ns: int
 
 
@@ -51,20 +50,20 @@ class _Double(Collectives):
     ) -> Handle:
         """Starts the collective ``name`` on ``tensor``: by ``start``, or with what the real ones have by that name."""
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._do("all_reduce", tensor, scale, scale_sum=scale_sum)
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        return self._do("all_reduce", tensor, scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self._do("all_reduce_max", tensor)
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._do("reduce_scatter", tensor, scale, scale_sum=scale_sum)
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        return self._do("reduce_scatter", tensor, scale)
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         def start(sent: Tensor, *args: float, **options: bool) -> Handle:
             return self._real.reduce_scatter_into(sums, sent, *args, **options)
 
-        return self._do("reduce_scatter_into", tensor, scale, start=start, scale_sum=scale_sum)
+        return self._do("reduce_scatter_into", tensor, scale, start=start)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._do("all_gather", tensor)
@@ -115,8 +114,7 @@ class RecordingCollectives(_Double):
     def _do(
         self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool
     ) -> Handle:
-        scale_sum = options.get("scale_sum", False)
-        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, tensor.dtype, scale_sum, time.perf_counter_ns()))
+        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, tensor.dtype, time.perf_counter_ns()))
         handle: Handle = (start or getattr(self._real, name))(tensor, *args, **options)
         return handle
 

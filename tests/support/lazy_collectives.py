@@ -304,10 +304,10 @@ class LazyCollectives(Collectives):
         self.instances[size] = lazy = LazyCollectives(real, airspace=self.airspace)
         return lazy
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         with own_work():
             sent = tensor.detach().clone()
-            handle = self.real.all_reduce(sent, scale, scale_sum=scale_sum)
+            handle = self.real.all_reduce(sent, scale)
             return self._launched("all-reduce", handle, [(Memory(tensor), sent)], [Memory(tensor)])
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
@@ -317,17 +317,17 @@ class LazyCollectives(Collectives):
             # Only the handle may keep the tensor, as a backend's does: ranks meet in one whose result no code reads.
             return self._launched("all-reduce", handle, [(Memory(tensor), sent)], [Memory(tensor)], kept=tensor)
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         with own_work():
             sent = tensor.detach().clone()
             own, result = (whole.chunk(self.size)[self.rank] for whole in (tensor, sent))
-            handle = self.real.reduce_scatter(sent, scale, scale_sum=scale_sum)
+            handle = self.real.reduce_scatter(sent, scale)
             return self._launched("reduce-scatter", handle, [(Memory(own), result)], [Memory(tensor)])
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         with own_work():
             sent, total = tensor.detach().clone(), sums.detach().clone()
-            handle = self.real.reduce_scatter_into(total, sent, scale, scale_sum=scale_sum)
+            handle = self.real.reduce_scatter_into(total, sent, scale)
             memory = Memory(sums)
             return self._launched("reduce-scatter", handle, [(memory, total)], [memory, Memory(tensor)])
 

@@ -33,11 +33,8 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "overlap_param_gather": [False, True],
-    "average_in_collective": [False, True],
-    "pad_buckets_for_high_nccl_busbw": [False, True],
     "broadcast_buffers": [True, False],
     "check_for_nan_in_grad": [False, True],
-    "check_replicas_every_n_steps": [0, 1],
 }
 SWITCHES = {**MAY_CONTRADICT, **GO_WITH_ALL}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}

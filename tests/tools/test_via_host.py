@@ -55,7 +55,7 @@ def everything(collectives: Collectives, device: LazyDevice | None, numel: int) 
     gathered, sent = written(gathered), written(torch.arange(5) + rank)
     handles = [
         collectives.all_reduce(reduced, 1 / 3),
-        collectives.reduce_scatter(scattered, 1 / 3, scale_sum=True),
+        collectives.reduce_scatter(scattered, 1 / 3),
         collectives.reduce_scatter_into(sums, summed, 1 / 3),
         collectives.all_gather(gathered),
         collectives.all_reduce_max(largest),

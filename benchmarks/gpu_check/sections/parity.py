@@ -278,9 +278,6 @@ def run_nccl_on_one(context: Context) -> None:
         if name != "instances":  # four ranks' kernels would not fit
             place = context.place("backend", 2, environment=() if context.is_host else ONE_GPU)
             _compare_on(context, name, RECIPES[name], place)
-    for _ in context.cases(["average"]):
-        recipe = _recipe(average_in_collective=True)
-        _compare_on(context, "average", recipe, context.place("backend", 2, environment=ONE_GPU))
 
 
 def loaded_nccl(rank: Rank) -> tuple[int, ...]:

@@ -128,7 +128,6 @@ def scales(rank: Rank) -> dict[str, float]:
     own = data.chunk(rank.size)[rank.number]
     found = {
         "pass-before": _ms(rank, lambda: collectives.reduce_scatter(data, 1 / rank.size).wait(), 20),
-        "average": _ms(rank, lambda: collectives.reduce_scatter(data, 1 / rank.size, scale_sum=True).wait(), 20),
     }
     make: Any = getattr(dist, "_make_nccl_premul_sum", None)
     if make is not None:

@@ -65,56 +65,40 @@ class BackendCollectives(Collectives):
         ended: Callable[[], bool] = event.query
         return ended
 
-    def _start(self, what: str, launch: Callable[[], Any], then: Callable[[], object] | None = None) -> Handle:
+    def _start(self, what: str, launch: Callable[[], Any]) -> Handle:
         # NCCL connects when it starts, and notices a broken communicator then.
         with self.translated_errors(what):
             work = launch()
         self._count(what)
-        return WorkHandle(what, work.wait, self, then)
+        return WorkHandle(what, work.wait, self)
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         tensor, options = as_real(tensor), dist.AllreduceOptions()
-        options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
-        return self._start("all-reduce", lambda: self.group.allreduce([tensor], options), then)
+        _scale(tensor, scale)
+        return self._start("all-reduce", lambda: self.group.allreduce([tensor], options))
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self._start("all-reduce", lambda: self.group.allreduce([tensor], max_options()))
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         tensor, options = as_real(tensor), dist.ReduceScatterOptions()
         own = tensor.chunk(self.size)[self.rank]
-        options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
-        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options), then)
+        _scale(tensor, scale)
+        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options))
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, in an order of its own.
         sums, tensor = as_real(sums), as_real(tensor)
         if self._exchange is None:
             self._exchange = PartExchange(tensor.device, self._all_to_all, self._streams)
         exchange = self._exchange
         with self.translated_errors("reduce-scatter"):
-            started = exchange.start(tensor, lambda parts: add_parts_(sums, parts, scale, scale_sum), self.size)
+            started = exchange.start(tensor, lambda parts: add_parts_(sums, parts, scale), self.size)
         self._count("reduce-scatter")
         return _ExchangeHandle(self, lambda: exchange.finish(started))
 
     def _all_to_all(self, received: Tensor, tensor: Tensor) -> Any:
         return self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
-
-    def _reduction(
-        self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
-    ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
-        """Returns the operation for the backend, and the rest to be done when it has ended."""
-        if scale == 1.0:  # no pass over the tensor that changes no bit
-            return dist.ReduceOp(dist.ReduceOp.SUM), None
-        # Before it is sent, as torch DDP does, for the same bits; and a sum of 16-bit gradients overflows later.
-        if not scale_sum:
-            tensor.mul_(scale)
-            return dist.ReduceOp(dist.ReduceOp.SUM), None
-        # NCCL averages by itself, which saves a pass. Its AVG is the mean over this group, so no
-        # other scale is possible.
-        if scale == 1.0 / self.size and self.group._get_backend(tensor.device).name() == "nccl":
-            return dist.ReduceOp(dist.ReduceOp.AVG), None
-        return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
@@ -155,16 +139,10 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 class WorkHandle(Handle):
-    """The handle of a collective that a function waits for; ``then`` is called when it has ended."""
+    """The handle of a collective that a function waits for."""
 
-    def __init__(
-        self,
-        what: str,
-        wait: Callable[[], object],
-        collectives: Collectives,
-        then: Callable[[], object] | None = None,
-    ) -> None:
-        self._what, self._collectives, self._then = what, collectives, then
+    def __init__(self, what: str, wait: Callable[[], object], collectives: Collectives) -> None:
+        self._what, self._collectives = what, collectives
         self._wait: Callable[[], object] | None = wait
 
     def wait(self) -> None:
@@ -173,10 +151,6 @@ class WorkHandle(Handle):
         with self._collectives.translated_errors(self._what):
             self._wait()
         self._wait = None
-        # After the wait: on CUDA the current stream is now behind the collective, so work queued here reads its result.
-        if self._then is not None:
-            self._then()
-            self._then = None  # frees the memory that it reads
 
 
 class _ExchangeHandle(Handle):
@@ -193,3 +167,9 @@ def max_options() -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return options
+
+
+def _scale(tensor: Tensor, scale: float) -> None:
+    """Scales before the sum, as torch DDP does, for the same bits; and a sum of 16-bit gradients overflows later."""
+    if scale != 1.0:  # no pass over the tensor that changes no bit
+        tensor.mul_(scale)

@@ -20,10 +20,10 @@ class FakeCollectives(SingleRankCollectives):
     # A device's backend receives into memory of its own, and a plan for a device has to include it.
     has_receive_buffers = True
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         return super().all_reduce(tensor, scale * self.size)
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
         return super().reduce_scatter_into(sums, own, scale * self.size)
 

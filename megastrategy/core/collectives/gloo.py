@@ -42,14 +42,12 @@ class GlooCollectives(Collectives):
         self._rings = GlooRings(group, self._scratch, self._gloo_references)
         self._probes: list[Any] = []  # kept, since gloo would wait for a dropped one
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         def run() -> None:
             # A factor of one would be a pass over the tensor that changes no bit.
-            if not scale_sum and scale != 1.0:
+            if scale != 1.0:
                 tensor.mul_(scale)
             self.group.allreduce([self._sent(tensor)]).wait()
-            if scale_sum and scale != 1.0:
-                tensor.mul_(scale)
 
         return self._start("all-reduce", run)
 
@@ -60,11 +58,11 @@ class GlooCollectives(Collectives):
             return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
         return self._start("all-reduce", lambda: self.group.allreduce([self._sent(tensor)], max_options()).wait())
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale))
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start("reduce-scatter", lambda: add_parts_(sums, self._rings.all_to_all(tensor), scale, scale_sum))
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
+        return self._start("reduce-scatter", lambda: add_parts_(sums, self._rings.all_to_all(tensor), scale))
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start("all-gather", lambda: self._rings.all_gather(tensor))

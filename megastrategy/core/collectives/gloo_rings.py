@@ -51,11 +51,11 @@ class GlooRings:
         self._word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._word_received = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool) -> None:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> None:
         """Sums the rank-th of ``size`` equal parts over ranks, as :meth:`.Collectives.reduce_scatter` does."""
 
         def scaled(part: Tensor) -> Tensor:
-            return part if scale_sum or scale == 1.0 else part.mul_(scale)
+            return part if scale == 1.0 else part.mul_(scale)
 
         parts = [_segments(part) for part in tensor.chunk(self._size)]
         for step in range(1, self._size):
@@ -66,7 +66,7 @@ class GlooRings:
             for number, came in enumerate(self._exchange(_REDUCE, outgoing, received)):
                 scaled(target[number]).add_(came)
         # A single rank never enters the loop, in which a part is scaled when it is first sent.
-        if (scale_sum or self._size == 1) and scale != 1.0:
+        if self._size == 1 and scale != 1.0:
             for segment in parts[self._rank]:
                 segment.mul_(scale)
 

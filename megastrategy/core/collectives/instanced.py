@@ -137,17 +137,15 @@ class InstanceCollectives(Collectives):
     def _is_of_all_ranks(self) -> bool:
         return self.size * self.across.size() == self.every.size
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         if self._is_of_all_ranks:
-            return self.every.all_reduce(tensor, scale, scale_sum=scale_sum)
+            return self.every.all_reduce(tensor, scale)
 
         def run() -> None:
-            if not scale_sum and scale != 1.0:
+            if scale != 1.0:
                 tensor.mul_(scale)
             self._sum_over(self.group, tensor)
             self._sum_over(self.across, tensor)
-            if scale_sum and scale != 1.0:
-                tensor.mul_(scale)
 
         return self._in_order("all-reduce", tensor.device, run)
 
@@ -164,24 +162,21 @@ class InstanceCollectives(Collectives):
 
         return self._in_order("broadcast", tensor.device, run)
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         def run() -> None:
             # The rest of the tensor is undefined from here on: only this part crosses between instances.
             own = tensor.chunk(self.size)[self.rank]
-            self._scatter_inside(tensor, None if scale_sum else scale)
+            self._scatter_inside(tensor, scale)
             self._sum_over(self.across, own)
-            if scale_sum and scale != 1.0:
-                # After both sums: one rounding, as in a single reduction over all ranks.
-                own.mul_(scale)
 
         return self._in_order("reduce-scatter", tensor.device, run)
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         def run() -> None:
             total = torch.zeros_like(sums)  # not sums, which has earlier results on all owners
-            add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
+            add_parts_(total, self._exchange_inside(tensor), scale)
             self._sum_over(self.across, total)
-            sums.add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
+            sums.add_(total)
 
         return self._in_order("reduce-scatter", tensor.device, run)
 
@@ -196,8 +191,8 @@ class InstanceCollectives(Collectives):
         """Runs ``run`` after everything that was started before, without blocking the caller where that is possible."""
 
     @abstractmethod
-    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        """Sums this rank's part of ``tensor``, times ``scale`` if given, over the instance."""
+    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
+        """Sums this rank's part of ``tensor``, times ``scale``, over the instance."""
 
     @abstractmethod
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -228,8 +223,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)
 
-    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
+    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
+        self._rings.reduce_scatter(tensor, scale)
 
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
         return self._rings.all_to_all(tensor)
@@ -292,9 +287,9 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         by_rank = self.every.all_gather_bytes(data)
         return [by_rank[rank] for rank in self.ranks]
 
-    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
+    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
         tensor = as_real(tensor)
-        if scale is not None and scale != 1.0:
+        if scale != 1.0:
             tensor.mul_(scale)
         own = tensor.chunk(self.size)[self.rank]
         # wait() blocks this stream, not the host: the second hop is queued behind it.

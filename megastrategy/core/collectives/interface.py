@@ -201,22 +201,21 @@ class Collectives(ABC):
         memory is at its peak. Collective."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        """Replaces ``tensor`` by the sum over ranks of ``scale * tensor``; with ``scale_sum``, by
-        ``scale`` times the sum."""
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        """Replaces ``tensor`` by the sum over ranks of ``scale * tensor``."""
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         """Replaces ``tensor`` by the element-wise maximum over ranks."""
 
     @abstractmethod
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         """Replaces the rank-th of ``size`` equal parts of ``tensor`` by the sum over ranks of ``scale *`` that part.
 
-        With ``scale_sum`` it is ``scale`` times the sum. The rest of ``tensor`` is undefined."""
+        The rest of ``tensor`` is undefined."""
 
     @abstractmethod
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         """Adds the result of :meth:`reduce_scatter` for this rank's part of ``tensor`` to ``sums``.
 
         It is computed in the dtype of ``sums`` and in the order of the ranks. ``tensor`` is sent as it is, and

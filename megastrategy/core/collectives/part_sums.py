@@ -14,17 +14,17 @@ from .. import devices
 _SLICE_NUMEL = 2**16  # 256 kB in fp32: a slice of sums, total and addend stay in a core's second-level cache
 
 
-def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
     """Adds ``scale`` times the sum of ``parts`` to ``sums`` (1-D), in its dtype: the parts in order, and then the total
     to the previous value. The same bits on every kind of device. ``parts`` have the numbers of ``sums`` as they were
     sent, and are invalid afterwards."""
     if devices.is_on_host(sums.device):
-        _add_in_slices_(sums, parts, scale, scale_sum)
+        _add_in_slices_(sums, parts, scale)
     else:
-        _add_in_whole_(sums, parts, scale, scale_sum)
+        _add_in_whole_(sums, parts, scale)
 
 
-def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
     """Adds slices that stay in a host's cache."""
     for start in range(0, sums.numel(), _SLICE_NUMEL):
         place = slice(start, start + _SLICE_NUMEL)
@@ -33,26 +33,22 @@ def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_s
         for part in parts:
             received = part[place]
             # A power of two times 16 bits is exact, so it is added in one pass.
-            if part.dtype != sums.dtype and (scale_sum or _is_power_of_two(scale)):
-                total.add_(received, alpha=1.0 if scale_sum else scale)
+            if part.dtype != sums.dtype and _is_power_of_two(scale):
+                total.add_(received, alpha=scale)
                 continue
             # Widened before it is scaled: a product in 16 bits would lose the precision of the fp32 sum. If dtypes
             # agree this scales the part itself.
             addend = received.to(sums.dtype)
-            total.add_(addend if scale_sum or scale == 1.0 else addend.mul_(scale))
-        sums[place].add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
+            total.add_(addend if scale == 1.0 else addend.mul_(scale))
+        sums[place].add_(total)
 
 
-def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
-    """Adds in as few operations as give the bits of the slices: one per part, and three more."""
+def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
+    """Adds in as few operations as give the bits of the slices: one or two per part, and three more."""
     total = torch.zeros_like(sums)
-    if scale_sum or scale == 1.0:
-        for part in parts:  # an addition widens its addend
-            total.add_(part)
-        sums.add_(total.mul_(scale) if scale != 1.0 else total)
-        return
-    if parts[0].dtype == sums.dtype:
-        torch._foreach_mul_(list(parts), scale)
+    if scale == 1.0 or parts[0].dtype == sums.dtype:
+        if scale != 1.0:
+            torch._foreach_mul_(list(parts), scale)
         for part in parts:
             total.add_(part)
     elif _is_power_of_two(scale):

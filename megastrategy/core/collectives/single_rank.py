@@ -16,7 +16,7 @@ class SingleRankCollectives(Collectives):
     """One rank: nothing is sent or counted, and no thread is started. The tensor itself is its sum over ranks, and the
     result of a gather or broadcast. Only a scale is left to apply."""
 
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         if scale != 1.0:  # no pass over the tensor that changes no bit
             tensor.mul_(scale)
         return Done()
@@ -24,12 +24,12 @@ class SingleRankCollectives(Collectives):
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return Done()
 
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         # This rank's part is the whole tensor; with one addend, scaling before or after the sum is the same.
         return self.all_reduce(tensor, scale)
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        add_parts_(sums, [tensor], scale, scale_sum)
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
+        add_parts_(sums, [tensor], scale)
         return Done()
 
     def all_gather(self, tensor: Tensor) -> Handle:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,7 +21,6 @@ import torch
 from ..config import SHARD_OPTIONS, DistributedDataParallelConfig
 from .domain import Domain
 from .layout import (
-    NCCL_ALIGNMENT_NUMEL,
     PARAM_ALIGNMENT_NUMEL,
     SIXTEEN_BIT_DTYPES,
     Bucket,
@@ -85,8 +83,7 @@ def build_layout(
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
     size, are_alike = _bucket_size(config, sum(spec.reserved_numel for spec in specs), dp_size)
-    for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
-    alignment = math.lcm(bucket_alignment(dp_size, num_shards), for_nccl)
+    alignment = bucket_alignment(dp_size, num_shards)
 
     order = range(len(specs))[::-1] if order is None else order
     assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"

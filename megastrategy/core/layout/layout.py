@@ -35,8 +35,6 @@ PARAM_ALIGNMENT_NUMEL = 64
 SHARD_ALIGNMENT_NUMEL = 64
 # 256 bytes in 16 bits: Megatron-LM's number, for which cuBLAS may choose faster algorithms.
 BUCKET_ALIGNMENT_NUMEL = 128
-NCCL_ALIGNMENT_NUMEL = 2**16
-"""The alignment of a bucket with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 NUM_STAGING_BUFFERS = 2
 """The maximum number of pieces that are in flight at once, with pooled gradients. Two is the minimum that keeps
 the wire busy: while one piece is sent the next is queued behind it, and the one after that is copied in time if

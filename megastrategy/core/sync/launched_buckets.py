@@ -20,7 +20,6 @@ class LaunchedBuckets:
     Args:
         collectives: all data-parallel ranks, of whose gradients the mean is taken.
         ranks_of: returns the collectives that reduce a domain's buckets.
-        average: whether the collective divides, and not the rank before it sends.
         across: adds up over replicas, if there are several.
     """
 
@@ -30,11 +29,10 @@ class LaunchedBuckets:
         ranks_of: Callable[[Domain], Collectives],
         listener: Listener | None,
         *,
-        average: bool,
         across: AcrossReplicas | None,
     ) -> None:
         self._collectives, self._ranks_of = collectives, ranks_of
-        self._average, self._listener, self._across = average, listener, across
+        self._listener, self._across = listener, across
         self._handles: list[Handle] = []  # by bucket, in launch order
         self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
 
@@ -101,11 +99,11 @@ class LaunchedBuckets:
 
     def _send(self, tensor: Tensor, sums: Tensor | None, layout: BufferLayout, bucket: int) -> Handle:
         ranks = self._ranks_of(layout.buckets[bucket].domain)
-        mean, average = 1.0 / self._collectives.size, self._average
+        mean = 1.0 / self._collectives.size
         if sums is not None:
-            return ranks.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
+            return ranks.reduce_scatter_into(sums, tensor, mean)
         is_sharded = layout.num_shards > 1
-        handle = (ranks.reduce_scatter if is_sharded else ranks.all_reduce)(tensor, mean, scale_sum=average)
+        handle = (ranks.reduce_scatter if is_sharded else ranks.all_reduce)(tensor, mean)
         if self._across is None:
             return handle
         return self._across.start(tensor.chunk(ranks.size)[ranks.rank] if is_sharded else tensor, handle)

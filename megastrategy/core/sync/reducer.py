@@ -100,9 +100,7 @@ class Reducer:
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._launched = LaunchedBuckets(
-            collectives, ranks_of, listener, average=config.average_in_collective, across=across
-        )
+        self._launched = LaunchedBuckets(collectives, ranks_of, listener, across=across)
         self._used, self._late = UsedParams(config), LateGrads()
         self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
             name_of(collectives, tensor_ranks),

@@ -46,14 +46,14 @@ class Watching(RecordingCollectives):
             time.sleep(0.001)
         return sum(nbytes for storage, nbytes in self._sent.items() if not storage.expired())
 
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         storage = tensor.untyped_storage()
         self._sent[StorageWeakRef(storage)] = storage.nbytes()
         self.peak_nbytes = max(self.peak_nbytes, self.alive_nbytes())
         number = len(self.unfinished)
         self.unfinished.append(True)
         self.most_unfinished = max(self.most_unfinished, sum(self.unfinished))
-        handle = super().reduce_scatter_into(sums, tensor, scale, scale_sum=scale_sum)
+        handle = super().reduce_scatter_into(sums, tensor, scale)
         wait = handle.wait
 
         def waited() -> None:

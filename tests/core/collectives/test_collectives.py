@@ -65,8 +65,8 @@ def test_large_tensors_go_in_segments(size: int) -> None:
         collectives = make_collectives(group, CPU)
         total = torch.stack([values(r, size * numel) for r in range(size)]).sum(0)
         own = slice(rank * numel, (rank + 1) * numel)
-        scattered, summed = values(rank, size * numel), values(rank, size * numel)
-        handles = [collectives.reduce_scatter(scattered, 0.5), collectives.reduce_scatter(summed, 0.5, scale_sum=True)]
+        scattered = values(rank, size * numel)
+        handles = [collectives.reduce_scatter(scattered, 0.5)]
         sums = torch.ones(numel)
         sent = values(rank, size * numel)  # kept until it has been waited for, as everything that is sent
         handles.append(collectives.reduce_scatter_into(sums, sent, 0.5))
@@ -76,7 +76,6 @@ def test_large_tensors_go_in_segments(size: int) -> None:
         for handle in handles:
             handle.wait()
         assert torch.equal(scattered[own], total[own] * 0.5)
-        assert torch.equal(summed[own], total[own] * 0.5)
         assert torch.equal(sums, total[own] * 0.5 + 1)
         assert torch.equal(gathered, total)
         collectives.close()
@@ -85,36 +84,10 @@ def test_large_tensors_go_in_segments(size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_sum_may_be_scaled_instead_of_its_addends(size: int, kind: type[Collectives]) -> None:
-    """By a number that is not exact: each addend's rounding would show."""
-    numel, scale = 300 * size, 1 / 3
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = kind(group)
-        total = torch.stack([values(r, numel) for r in range(size)]).sum(0)
-        addends = torch.stack([values(r, numel) * scale for r in range(size)]).sum(0)
-        assert not torch.equal(total * scale, addends)
-        own = slice(rank * 300, (rank + 1) * 300)
-        scattered = values(rank, numel)
-        handle = collectives.reduce_scatter(scattered, scale, scale_sum=True)
-        handle.wait()
-        handle.wait()  # which scales no second time
-        assert torch.equal(scattered[own], total[own] * scale)
-        reduced = values(rank, numel)
-        collectives.all_reduce(reduced, scale, scale_sum=True).wait()
-        assert torch.equal(reduced, total * scale)
-        collectives.close()
-
-    run_ranks(size, run)
-
-
-@pytest.mark.parametrize("scale_sum", [False, True])
-@pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sixteen_bits_are_summed_in_fp32_in_the_order_of_the_ranks(
-    size: int, dtype: torch.dtype, kind: type[Collectives], scale_sum: bool
+    size: int, dtype: torch.dtype, kind: type[Collectives]
 ) -> None:
     """Numbers of very different sizes, so that another order or a rounding in between would show."""
     numel, scale = 70_000, 1 / size
@@ -132,9 +105,9 @@ def test_sixteen_bits_are_summed_in_fp32_in_the_order_of_the_ranks(
             expected = torch.zeros(numel)
             for other in range(size):
                 part = addends(other)[own].float()
-                expected += part if scale_sum else part * scale
-            expected = sums + (expected * scale if scale_sum else expected)
-            handle = collectives.reduce_scatter_into(sums, addends(rank), scale, scale_sum=scale_sum)
+                expected += part * scale
+            expected = sums + expected
+            handle = collectives.reduce_scatter_into(sums, addends(rank), scale)
             handle.wait()
             handle.wait()
             assert torch.equal(sums, expected)
@@ -281,20 +254,19 @@ def test_complex_numbers_go_as_pairs_of_real_ones(size: int) -> None:
         collectives = kind(group)
         mine = torch.complex(values(rank, 8 * size), values(rank + 10, 8 * size))
         own = slice(rank * 8, (rank + 1) * 8)
-        results = [mine.clone(), mine.clone(), mine.clone(), torch.zeros_like(mine), mine.clone()]
+        results = [mine.clone(), mine.clone(), torch.zeros_like(mine), mine.clone()]
         sums = torch.ones(8, dtype=mine.dtype)
-        results[3][own] = mine[own]
+        results[2][own] = mine[own]
         for handle in (
             collectives.all_reduce(results[0], 0.5),
             collectives.reduce_scatter(results[1], 0.5),
-            collectives.reduce_scatter(results[2], 0.5, scale_sum=True),
-            collectives.all_gather(results[3]),
-            collectives.broadcast(results[4]),
+            collectives.all_gather(results[2]),
+            collectives.broadcast(results[3]),
             collectives.reduce_scatter_into(sums, mine.clone(), 0.5),
         ):
             handle.wait()
         collectives.close()
-        return [results[0], results[1][own], results[2][own], *results[3:], sums]
+        return [results[0], results[1][own], *results[2:], sums]
 
     for of_backend, of_rings in zip(
         run_ranks(size, lambda rank, group: run(rank, group, BackendCollectives)),
@@ -309,13 +281,13 @@ def test_a_scale_of_one_is_no_pass_over_memory() -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives, rings = BackendCollectives(group), GlooRings(group, {}, GlooReferences())
-        for scale_sum in (False, True):
-            with Operations() as operations:
-                collectives.all_reduce(torch.ones(4), 1.0, scale_sum=scale_sum).wait()
-                collectives.reduce_scatter(torch.ones(4), 1.0, scale_sum=scale_sum).wait()
-                rings.reduce_scatter(scattered := torch.full((4,), 1.0 + rank), 1.0, scale_sum=scale_sum)
-            assert torch.equal(scattered[2 * rank : 2 * rank + 2], torch.full((2,), 3.0))
-            assert not [name for name in operations.counts if "mul" in name], operations.counts
+        scattered = torch.full((4,), 1.0 + rank)
+        with Operations() as operations:
+            collectives.all_reduce(torch.ones(4), 1.0).wait()
+            collectives.reduce_scatter(torch.ones(4), 1.0).wait()
+            rings.reduce_scatter(scattered, 1.0)
+        assert torch.equal(scattered[2 * rank : 2 * rank + 2], torch.full((2,), 3.0))
+        assert not [name for name in operations.counts if "mul" in name], operations.counts
 
     run_ranks(2, run)
 

@@ -64,7 +64,7 @@ def train(rank: int, group: ProcessGroup, options: dict[str, Any]) -> tuple[list
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("options", [{}, {"average_in_collective": True}, {"overlap_param_gather": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap_param_gather": True}], ids=str)
 def test_half_the_bytes_give_the_same_bits(options: dict[str, Any]) -> None:
     """On two ranks, where the sum has one order, and for gradients of one microbatch, which come in 16 bits."""
     expected = run_ranks(2, lambda rank, group: train(rank, group, {}))

@@ -69,10 +69,7 @@ def whole(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "instances"), SPLITS)
-@pytest.mark.parametrize("scale_sum", [False, True])
-def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(
-    size: int, instances: int, scale_sum: bool, kind: Any
-) -> None:
+def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(size: int, instances: int, kind: Any) -> None:
     shards = size // instances
     numel, scale = 12 * shards, 0.25
 
@@ -85,13 +82,13 @@ def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(
         own = slice(rank % shards * 12, (rank % shards + 1) * 12)
         for _ in range(2):  # scratch and readiness words are used again
             scattered = whole(rank, numel)
-            handle = collectives.reduce_scatter(scattered, scale, scale_sum=scale_sum)
+            handle = collectives.reduce_scatter(scattered, scale)
             handle.wait()
             handle.wait()  # which does nothing more
             assert torch.equal(scattered[own], total[own] * scale)
             sums = torch.full((12,), 100.0)
             sent = whole(rank, numel, torch.bfloat16)
-            collectives.reduce_scatter_into(sums, sent, scale, scale_sum=scale_sum).wait()
+            collectives.reduce_scatter_into(sums, sent, scale).wait()
             assert torch.equal(sums, 100.0 + total[own] * scale), "what was there counts once"
             gathered = torch.full((numel,), -1.0)
             gathered[own] = float(rank)
@@ -112,25 +109,6 @@ def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(
     run_ranks(size, run)
 
 
-def test_scaling_the_sum_rounds_once() -> None:
-    """As documented for one instance: the number is applied to the sum, not to what each rank adds."""
-    scale = 1 / 3
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        every = with_instances(group, 2)
-        total = torch.stack([whole(r, 600) for r in range(4)]).sum(0).chunk(2)[rank % 2]
-        scattered = whole(rank, 600)
-        every.instances[2].reduce_scatter(scattered, scale, scale_sum=True).wait()
-        assert torch.equal(scattered.chunk(2)[rank % 2], total * scale)
-        sums = torch.zeros(300)
-        sent = whole(rank, 600)
-        every.instances[2].reduce_scatter_into(sums, sent, scale, scale_sum=True).wait()
-        assert torch.equal(sums, total * scale)
-        every.close()
-
-    run_ranks(4, run)
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +117,6 @@ def test_scaling_the_sum_rounds_once() -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str, Any]) -> None:
     """Tied, frozen, unused and partly used parameters, three groups, and a short last window."""
-    options = {"average_in_collective": accumulate == 3, **options}
     run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), groups=3, accumulate=accumulate)
     assert_close(train_with_ours(run, 4, config(2, **options)), train_with_ddp(run, 4), 1e-6)
     # Adam divides by the root of squared gradients: where those are rounding errors, so is the step; eps damps it.
@@ -206,7 +183,7 @@ def test_training_is_torch_ddps_to_the_bit_where_sums_are_exact(accumulate: int,
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS, {**IN_SIXTEEN_BITS, "average_in_collective": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_bf16_weights_take_the_bits_they_take_with_one_instance(accumulate: int, options: dict[str, Any]) -> None:
     def train(rank: int, group: ProcessGroup, instances: int) -> list[Tensor]:

@@ -68,7 +68,7 @@ def exchange_all(device: LazyDevice, wire: Wire, numbers: range, size: int = 2) 
         values = torch.arange(8.0 * size).add(number).bfloat16()
         device.write(tensor, values)
         expected = torch.ones(8)
-        add_parts_(expected, came_of(values).chunk(size), SCALE, False)
+        add_parts_(expected, came_of(values).chunk(size), SCALE)
         results.append((sums, expected))
         add = adding(sums)
         started.append(exchange.start(tensor, add, size))
@@ -80,7 +80,7 @@ def exchange_all(device: LazyDevice, wire: Wire, numbers: range, size: int = 2) 
 
 
 def adding(sums: Tensor) -> Callable[[Sequence[Tensor]], None]:
-    return lambda parts: add_parts_(sums, parts, SCALE, False)
+    return lambda parts: add_parts_(sums, parts, SCALE)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -31,36 +31,32 @@ def parts_and_sums(dtypes: tuple[torch.dtype, torch.dtype], num_parts: int, nume
     return [draw(dtypes[0]) for _ in range(num_parts)], draw(dtypes[1])
 
 
-@pytest.mark.parametrize("scale_sum", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1 / 2, 1 / 3, 1 / 8])
 @pytest.mark.parametrize("kind", DTYPES)
-def test_an_accelerator_has_the_hosts_bits(
-    kind: str, scale: float, scale_sum: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerator_has_the_hosts_bits(kind: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numel in (PIECE_NUMEL + 5, 0):
         parts, expected = parts_and_sums(DTYPES[kind], 3, numel)
         sums, copies = expected.clone(), [part.clone() for part in parts]
-        add_parts_(expected, copies, scale, scale_sum)
+        add_parts_(expected, copies, scale)
         results.append((parts, sums, expected))
     work_as_on_an_accelerator(monkeypatch)
     for parts, sums, expected in results:
-        add_parts_(sums, parts, scale, scale_sum)
+        add_parts_(sums, parts, scale)
         assert torch.equal(sums, expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "scale", "scale_sum", "per_part", "fixed"),
+    ("kind", "scale", "per_part", "fixed"),
     [
-        ("bf16 into fp32", 1 / 8, False, 1, 2),
-        ("bf16 into fp32", 1 / 8, True, 1, 3),
-        ("bf16 into fp32", 1 / 6, False, 2, 3),
-        ("fp32", 1 / 8, False, 1, 3),
-        ("fp32", 1.0, False, 1, 2),
+        ("bf16 into fp32", 1 / 8, 1, 2),
+        ("bf16 into fp32", 1 / 6, 2, 3),
+        ("fp32", 1 / 8, 1, 3),
+        ("fp32", 1.0, 1, 2),
     ],
 )
 def test_kernels_grow_with_ranks_and_not_with_elements(
-    kind: str, scale: float, scale_sum: bool, per_part: int, fixed: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, scale: float, per_part: int, fixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work_as_on_an_accelerator(monkeypatch)
     for num_parts in (2, 8):
@@ -71,13 +67,12 @@ def test_kernels_grow_with_ranks_and_not_with_elements(
                 torch.zeros(numel, dtype=sum_dtype),
             )
             with Operations() as operations:
-                add_parts_(sums, parts, scale, scale_sum)
+                add_parts_(sums, parts, scale)
             assert operations.total <= per_part * num_parts + fixed, operations.counts
 
 
 def test_a_scale_of_one_is_no_pass_over_the_parts() -> None:
     parts, sums = parts_and_sums(DTYPES["fp32"], 2, 100)
-    for scale_sum in (False, True):
-        with Operations() as operations:
-            add_parts_(sums, parts, 1.0, scale_sum)
-        assert not [name for name in operations.counts if "mul" in name], operations.counts
+    with Operations() as operations:
+        add_parts_(sums, parts, 1.0)
+    assert not [name for name in operations.counts if "mul" in name], operations.counts

@@ -172,20 +172,6 @@ def test_shards_when_the_number_of_ranks_has_odd_factors() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dp_size", [2, 3, 48])
-def test_buckets_may_be_padded_for_nccl(dp_size: int) -> None:
-    specs = [spec("small", 3), spec("large", 70_000)]
-    plain, padded = (
-        build_layout(specs, DistributedDataParallelConfig(bucket_size=1, pad_buckets_for_high_nccl_busbw=pad), dp_size)
-        for pad in (False, True)
-    )
-    assert [bucket.params for bucket in padded.buckets] == [bucket.params for bucket in plain.buckets]
-    for bucket in padded.buckets:
-        assert bucket.numel % 2**16 == 0
-        assert bucket.numel % dp_size == 0
-    assert padded.buckets[1].numel < 70_000 + math.lcm(2**16, dp_size)
-
-
 def test_digest_tells_layouts_apart() -> None:
     def digest(*specs: ParamSpec, dp_size: int = 2, **options: object) -> bytes:
         config = DistributedDataParallelConfig(**options)  # type: ignore[arg-type]

@@ -47,7 +47,6 @@ CASES = {
     "pooled": Case(2, microbatches=2, options=(("grad_buffer", "pooled"),)),
     "gathers under the forward": Case(2, options=(("overlap_param_gather", True),)),
     "gathers in the step": Case(4, options=(("overlap_param_gather", False),)),
-    "average in the collective": Case(2, options=(("average_in_collective", True),)),
     "instances": Case(2, options=(("num_distributed_optimizer_instances", 2),)),
     "one bucket": Case(2, options=(("bucket_size", 100_000),)),
 }

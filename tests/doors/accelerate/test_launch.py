@@ -343,7 +343,6 @@ def test_values_are_read_as_the_fields_types(
 def test_every_option_can_be_set_in_the_environment() -> None:
     for name in field_names():
         values = {"bucket_size": "5", "num_distributed_optimizer_instances": "5", "grad_buffer": "pooled"}
-        values |= {"check_replicas_every_n_steps": "5"}
         values |= {"grad_wire_dtype": "fp16"}
         value = values.get(name, "true")
         others = {"MEGATRON_LM_TP_DEGREE": "2"}

@@ -23,7 +23,6 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
         "overlap_param_gather": True,
         "grad_buffer": "pooled",
         "num_distributed_optimizer_instances": 3,
-        "check_replicas_every_n_steps": 500,
         "grad_wire_dtype": "fp16",
     }
     value = others.get(name, not default)
