@@ -242,7 +242,8 @@ class DistributedDataParallel(nn.Module):
     def finish_param_gather(self) -> None:
         """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather=True``.
 
-        A read of a parameter waits by itself. Call this before code that reads its memory in other ways: a view or
+        A read of a parameter waits by itself; buckets with DTensors, or with other subclasses of Parameter, have
+        arrived when the step returns. Call this before code that reads its memory in other ways: a view or
         detached tensor made before the step, torch.func's transforms, torch.jit; and a device stream that waited for
         the loop's before other code read the parameter first.
 

@@ -2,15 +2,19 @@
 
 [Note: waiting for a parameter at its first read]
 With ``overlap_param_gather=True`` the gathers run while user code does. Until a bucket has arrived, its parameters
-are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, changes them back to
+are instances of a subclass of Parameter, whose ``__torch_function__`` waits for the bucket, changes them back to
 plain parameters and then runs the operation. So the first read of a parameter waits, whether in a module's forward, in
 ``state_dict``, ``deepcopy`` or an averaging callback, and later reads cost nothing. torch's own lazy modules use the
 same trick (``UninitializedParameter`` changes its class). Code that does not dispatch on the tensor's class (a kernel
 of an extension) is covered by a hook on the modules that hold the parameters.
+
+A DTensor, or another subclass of Parameter, has methods and attributes that read its memory without
+``__torch_function__`` (``to_local()``, ``full_tensor()``). So the step itself waits for a bucket with any of them.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +56,6 @@ class ParamGather:
         self._loops_stream: Any = None  # on which the gathers were started
         self.missing: set[int] = set()
         self._bucket_of: dict[int, int] = {}  # by id of a parameter that has not arrived yet
-        self._classes: dict[type[Parameter], type[Parameter]] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
         self._holders: dict[int, list[nn.Module]] = {}  # by bucket
         self._is_scripted = False
@@ -99,15 +102,21 @@ class ParamGather:
             self._find_holders()
         if self._is_scripted:
             self.finish()  # their reads of parameters cannot be noticed
+        unnoticed: list[int] = []
         for bucket in self._handles:
-            for param in self._params_of(bucket):
+            params = self._params_of(bucket)
+            if any(type(param) is not Parameter for param in params):
+                unnoticed.append(bucket)
+                continue
+            for param in params:
                 self._bucket_of[id(param)] = bucket
                 # The object stays the same in the module and in optimizers; only its operations change.
-                param.__class__ = self._awaited(type(param))
+                param.__class__ = self._awaited
             for module in self._holders.get(bucket, ()):
                 # Once, since a module may hold parameters of several buckets; first, since users' hooks may read them.
                 if id(module) not in self._hooks:
                     self._hooks[id(module)] = module.register_forward_pre_hook(self._before_module, prepend=True)
+        self._wait_for(unnoticed)
 
     def before_forward(self) -> None:
         """Waits before a forward if torch.compile is in use: compiled code depends on the parameters' class."""
@@ -155,7 +164,7 @@ class ParamGather:
         for param in self._params_of(bucket):
             # A class that other code has assigned meanwhile stays.
             if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
-                param.__class__ = type(param)._plain  # type: ignore[assignment]
+                param.__class__ = Parameter  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
             if id(module) in self._hooks and not any(id(p) in self._bucket_of for p in module._parameters.values()):
                 self._hooks.pop(id(module)).remove()
@@ -165,6 +174,13 @@ class ParamGather:
 
     def _params_of(self, bucket: int) -> list[Parameter]:
         return [self._buffers.params[index] for index in self._buffers.layout.buckets[bucket].params]
+
+    @functools.cached_property  # A class is in cycles of references: without one the gather is freed at once.
+    def _awaited(self) -> type[Parameter]:
+        metaclass: Any = type(Parameter)
+        # With Parameter's metaclass and name: isinstance checks of user code and of torch's lazy modules still hold.
+        made: type[Parameter] = metaclass(Parameter.__name__, (_Awaited, Parameter), {"_gather": self, "__slots__": ()})
+        return made
 
     def _find_holders(self) -> None:
         bucket_of = {
@@ -179,20 +195,11 @@ class ParamGather:
                 self._holders.setdefault(bucket, []).append(module)
         self._num_held = len(self._buffers.params)
 
-    def _awaited(self, plain: type[Parameter]) -> type[Parameter]:
-        if plain not in self._classes:
-            members = {"_plain": plain, "_gather": self, "__slots__": ()}
-            metaclass: Any = type(plain)
-            # One per class, so that isinstance checks of user code and of torch's lazy modules still hold.
-            self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
-        return self._classes[plain]
-
 
 class _Awaited:
     """A parameter whose bucket has not arrived; see [Note: waiting for a parameter at its first read]."""
 
     __slots__ = ()
-    _plain: type[Parameter]
     _gather: ParamGather
 
     @classmethod
@@ -217,7 +224,7 @@ class _Awaited:
     def _finish(self) -> None:
         self._gather.finish_params([self])  # type: ignore[list-item]
         if isinstance(self, _Awaited):  # user code has created it from a parameter's class
-            self.__class__ = type(self)._plain  # type: ignore[assignment]
+            self.__class__ = Parameter  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._finish()
