@@ -13,7 +13,8 @@ from .core import dtensors_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-EXPERT, EXPERT_DATA = "expert_parallel", "expert_data_parallel"
+EXPERT = "expert_parallel"
+EXPERT_DATA = "expert_data_parallel"
 """The names of the mesh's dimensions: ranks with different experts, and ranks with the same ones."""
 
 

@@ -23,7 +23,8 @@ def no_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, An
         One group or two, each with ``params`` in the order of ``module.parameters()`` and ``weight_decay``; a group
         that would be empty is left out.
     """
-    decayed, others = list[Parameter](), list[Parameter]()
+    decayed = list[Parameter]()
+    others = list[Parameter]()
     for name, param in module.named_parameters():
         is_bias = name.rpartition(".")[2] == "bias"
         (others if is_bias or param.ndim < 2 else decayed).append(param)

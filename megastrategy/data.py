@@ -91,7 +91,8 @@ class ResumableSampler(DistributedSampler[Any]):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """The number of samples that this rank has in a full epoch."""
-        size, num_replicas = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
+        size = len(self.dataset)  # type: ignore[arg-type]
+        num_replicas = self.num_replicas
         return size // num_replicas if self.drop_last else math.ceil(size / num_replicas)
 
     @property

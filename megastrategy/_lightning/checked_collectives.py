@@ -80,7 +80,9 @@ class CheckedCollectives:
     """
 
     def __init__(self, strategy: Any, mesh: ModelMesh) -> None:
-        self._strategy, self._mesh = strategy, mesh  # a TrainerStrategy, whose module imports this one
+        # a TrainerStrategy, whose module imports this one
+        self._strategy = strategy
+        self._mesh = mesh
         self.engine: Engine | None = None
         self.call_check: Collectives | None = None
         self.store_gather: StoreAllGather | None = None
@@ -132,11 +134,13 @@ class CheckedCollectives:
 
         Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks.
         """
-        strategy, engine = self._strategy, self.engine
+        strategy = self._strategy
+        engine = self.engine
         if not self.is_interrupted or engine is None or engine.collectives.size == 1:
             return None
         if self.store_gather is None:
-            if (exception := sys.exception()) is not None:
+            exception = sys.exception()
+            if exception is not None:
                 report_failure(exception_name(), exception)  # before the others' failures that follow from it
             # the groups may hold a collective that was cut off, which would be matched with the first of the save
             self.give_up()
@@ -162,7 +166,8 @@ class CheckedCollectives:
         strategy = self._strategy
         if self._mesh.shares_model and self.is_interrupted:
             return "ranks share the model, and the parts of others are out of reach"
-        if (gather := self.after_exception()) is None:
+        gather = self.after_exception()
+        if gather is None:
             return ""
         if waits:
             gather.all_gather(None, strategy.patience)  # a hook that fails on some rank keeps it from coming here

@@ -149,10 +149,12 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
     gather, and each shard is all-reduced over its owners. Of experts d is the number of ranks that have the same ones.
     """
     place = layout.buckets[bucket]
-    buffer, domain = layout.buffers[place.buffer], place.domain
+    buffer = layout.buffers[place.buffer]
+    domain = place.domain
     sent_numel = place.shard_numel * (domain.num_shards - 1)
     if kind is not EventKind.REDUCE_START:
         return sent_numel * buffer.dtype.itemsize
-    scattered, instances = sent_numel * buffer.grad_wire_dtype.itemsize, domain.num_instances
+    scattered = sent_numel * buffer.grad_wire_dtype.itemsize
+    instances = domain.num_instances
     all_reduced = 2 * (place.shard_numel // instances) * (instances - 1) * buffer.sum_dtype.itemsize
     return scattered + all_reduced

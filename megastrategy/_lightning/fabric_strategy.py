@@ -131,7 +131,8 @@ class FabricStrategy(_Base):
         **options: Any,
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
-        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.pipeline_parallel_size = pipeline_parallel_size
         self._mesh = ModelMesh(
             tensor_parallel_size, pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size
         )
@@ -194,7 +195,8 @@ class FabricStrategy(_Base):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         on_meta = self._parallelize_fn is not None and empty_init
-        own, theirs = self.precision.module_init_context, super().module_init_context
+        own = self.precision.module_init_context
+        theirs = super().module_init_context
         context: AbstractContextManager[Any] = empty_init_context(own()) if on_meta else theirs(empty_init)
         return context
 
@@ -210,12 +212,14 @@ class FabricStrategy(_Base):
                 optimizer that was set up before would find no gradients, or step 16-bit weights without their main
                 params.
         """
-        scaler, whose = getattr(self.precision, "scaler", None), f"the GradScaler of {type(self.precision).__name__}"
+        scaler = getattr(self.precision, "scaler", None)
+        whose = f"the GradScaler of {type(self.precision).__name__}"
         adapt_scaler(scaler, self.config, whose, NO_SCALER)
         # a model that is set up already was parallelised when it came first
         if self._parallelize_fn is not None and not self._models.wrappers_of([module]):
             module = self._parallelised(module, self._parallelize_fn)
-        if (known := self._models.fitting(module, self.config)) is not None:
+        known = self._models.fitting(module, self.config)
+        if known is not None:
             return known
         self._mesh.check_precision(self.precision.precision)
         if self.replicas is not None and self._models.open():
@@ -270,7 +274,8 @@ class FabricStrategy(_Base):
             divided = [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in samplers]
             check_order("MegatronDDPStrategy(replicas=...)", sampler_of(dataloader), *divided)
             follow_epochs(functools.partial(getattr, self.replicas, "epoch"), *samplers)
-        if (sampler := sampler_of(dataloader)) is not None:
+        sampler = sampler_of(dataloader)
+        if sampler is not None:
             sampler.divide(**self.distributed_sampler_kwargs)
         return dataloader
 
@@ -414,14 +419,16 @@ class FabricStrategy(_Base):
         items = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
         modules = {key: unwrapped(value) for key, value in items if isinstance(value, Module)}
-        extra, directory = load_extra(path, weights_only), OpenDirectory(path)
+        extra = load_extra(path, weights_only)
+        directory = OpenDirectory(path)
         apart = extra.pop(NOT_TENSORS, {})
 
         def read(key: str) -> Any:
             if key in left:
                 return OptimizerInDirectory(directory, key)
             apart_from_tensors = apart.get(key, {})
-            if (module := modules.get(key)) is None:
+            module = modules.get(key)
+            if module is None:
                 return directory.read(key) | apart_from_tensors
             return directory.read_weights(key, module, names_elsewhere(module)) | apart_from_tensors
 
@@ -442,7 +449,8 @@ class FabricStrategy(_Base):
             CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
             KeyError: if ``strict``, and a key of ``state`` is not there.
         """
-        if (directory := existing_directory(path)) is not None:
+        directory = existing_directory(path)
+        if directory is not None:
             loaded = self._read_directory(directory, state, weights_only)
         else:
             loaded = super().load_checkpoint(path, None, strict, weights_only)
@@ -454,7 +462,8 @@ class FabricStrategy(_Base):
             return {}
         if not isinstance(loaded, dict):
             raise CheckpointError(f"{path}: expected a dictionary with {list(state)}, got {describe_foreign(loaded)}")
-        saved, objects = dict(loaded), {key: self._distributed(value) for key, value in state.items()}
+        saved = dict(loaded)
+        objects = {key: self._distributed(value) for key, value in state.items()}
         main_params: Mapping[str, dict[str, Tensor]] = saved.pop(MAIN_PARAMS_KEY, {})
         state.update(self._load_objects(objects, saved, strict, path))
         # after all weights: a main param counts where the present weight is its rounding

@@ -24,7 +24,10 @@ from .weight_averages import averages_weights
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, TENSOR, PIPELINE, CONTEXT = "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"
+DATA = "data_parallel"
+TENSOR = "tensor_parallel"
+PIPELINE = "pipeline_parallel"
+CONTEXT = "context_parallel"
 """The names of the mesh's dimensions; Lightning has the first two."""
 
 _WAY_OUT = "devices and num_nodes"
@@ -65,7 +68,8 @@ class ModelMesh:
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
-        self._stage_order, self._num_parts = stage_order, expert_parallel_size
+        self._stage_order = stage_order
+        self._num_parts = expert_parallel_size
         self._forget()
         for name, size in (self._sizes | {"expert_parallel_size": expert_parallel_size}).items():
             if size < 1:
@@ -253,7 +257,8 @@ def check_pipeline_loop(mesh: ModelMesh, trainer: Any, precision: str) -> None:
     mesh.check_precision(precision)
     if not mesh.is_pipeline:
         return
-    if (number := trainer.accumulate_grad_batches) != 1:
+    number = trainer.accumulate_grad_batches
+    if number != 1:
         raise ValueError(
             f"accumulate_grad_batches={number} with a pipeline: its forward begins from zero. Let a batch be "
             f"{number} times as large, and have {number} times as many microbatches"
@@ -299,7 +304,8 @@ def leave_in_place(strategy: Any, shares_model: bool) -> Iterator[None]:
 
 def allocate(module: Module, device: torch.device) -> None:
     """Allocates parameters and buffers that are on meta; warns of classes that cannot initialise them."""
-    if without := materialise(module, device):
+    without = materialise(module, device)
+    if without:
         rank_zero_warn(
             f"{', '.join(without)} have no reset_parameters() method: their parameters and buffers, made on meta, have "
             "memory and no values now. Load or set them before training"
@@ -329,7 +335,8 @@ def is_loss_parallel(loss: Tensor) -> bool:
 
     Only then are the logits of a cross entropy cut along their classes; without it DTensor gathers them first.
     """
-    pending, seen = deque([loss.grad_fn]), set[Any]()
+    pending = deque([loss.grad_fn])
+    seen = set[Any]()
     while pending and len(seen) < _NEAR:
         node = pending.popleft()
         if node is None or node in seen:

@@ -10,7 +10,9 @@ class _Replacement:
     """Replaces a method of Lightning's object. Copies and pickles of the object have their own method again."""
 
     def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        self._owner, self._name, self._run = owner, name, run
+        self._owner = owner
+        self._name = name
+        self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)

@@ -98,7 +98,8 @@ class SharedSignals:
         A rank that waits in a collective for this one cannot come: all save before the next batch of training then.
         The first rank that finds this out decides it for all, and for the rest of this evaluation.
         """
-        store, key = self._store, f"requeue/{number}"
+        store = self._store
+        key = f"requeue/{number}"
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         store.add(f"{key}/came", 1)
         while store.add(f"{key}/came", 0) < self._size and not store.check([f"{key}/outcome"]):

@@ -54,7 +54,9 @@ class SignalAgreement:
         sigterm_exception: type[BaseException],
         replicas: TrainerReplicas,
     ) -> None:
-        self._trainer, self._call_check, self._sigterm_exception = trainer, call_check, sigterm_exception
+        self._trainer = trainer
+        self._call_check = call_check
+        self._sigterm_exception = sigterm_exception
         self._replicas = replicas
         self._connector = trainer._signal_connector
         self._shared = SharedSignals() if call_check is not None else None
@@ -131,7 +133,8 @@ class SignalAgreement:
             self._obey_shared(self._shared)
 
     def _obey_shared(self, shared: SharedSignals) -> None:
-        if signum := shared.poll(self._num_requeues_done):
+        signum = shared.poll(self._num_requeues_done)
+        if signum:
             self._requeue(self._num_requeues_done + 1, signum)
         if shared.terminates:
             shared.report_stop()

@@ -64,7 +64,8 @@ def strategy_class(cls: _Class) -> _Class:
     def __repr__(self: Any) -> str:  # noqa: N807
         return _describe(self, package)
 
-    cls.__init__, cls.__repr__ = __init__, __repr__  # type: ignore[misc, assignment]
+    cls.__init__ = __init__  # type: ignore[misc]
+    cls.__repr__ = __repr__  # type: ignore[assignment]
     return cls
 
 
@@ -73,7 +74,8 @@ def read_options(strategy: object, options: dict[str, Any]) -> DistributedDataPa
     # of a user's subclass those of ours
     ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
     config = config_from_arguments(options, list(inspect.signature(ours).parameters))
-    if translation := describe_translation(options):
+    translation = describe_translation(options)
+    if translation:
         rank_zero_info(translation)
     return config
 

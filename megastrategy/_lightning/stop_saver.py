@@ -70,7 +70,8 @@ class StopSaver:
         if self._waits_for_step:
             trainer.should_stop = True
         if self._is_within_window(trainer, pl_module):
-            self._waits_for_step, trainer.should_stop = trainer.should_stop, False
+            self._waits_for_step = trainer.should_stop
+            trainer.should_stop = False
             return
         self._waits_for_step = False
         if _stops(trainer) or 0 <= trainer.max_steps <= trainer.global_step:
@@ -80,7 +81,8 @@ class StopSaver:
         """Saves if a validation within an epoch stops the fit; the epoch's last validation has a later hook, too."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and _stops(trainer):
             if self._is_within_window(trainer, pl_module):
-                self._waits_for_step, trainer.should_stop = True, False
+                self._waits_for_step = True
+                trainer.should_stop = False
             else:
                 self._save(trainer)
 
@@ -108,5 +110,6 @@ class StopSaver:
 
 def _stops(trainer: pl.Trainer) -> bool:
     """Whether the Trainer should stop, and does, since no minimum of epochs or steps is left."""
-    min_epochs, min_steps = trainer.min_epochs or 0, trainer.min_steps or 0
+    min_epochs = trainer.min_epochs or 0
+    min_steps = trainer.min_steps or 0
     return trainer.should_stop and trainer.current_epoch >= min_epochs and trainer.global_step >= min_steps

@@ -40,7 +40,8 @@ def check_directory_io(io: object, in_background: bool) -> None:
 
 def take_tensors(checkpoint: dict[str, Any], module: Module, mesh: ModelMesh, rank: int) -> dict[str, Any]:
     """Takes the weights and optimizer states that this rank writes into a directory out of a checkpoint. Collective."""
-    weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+    weights = checkpoint.pop("state_dict")
+    states = checkpoint.pop("optimizer_states", [])
     checkpoint |= mesh.not_tensors({"model": weights})
     tensors = {"model": written_by(weights, module, mesh.is_first_replica(rank))}
     return tensors | {f"optimizer_{number}": state for number, state in enumerate(states)}

@@ -107,7 +107,8 @@ class TrainerReplicas:
         for name, reason in _REFUSED.items():
             if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 raise ValueError(f"replicas=: the callback {name} cannot be used, since {reason}")
-        self._trainer, self._inside = trainer, inside
+        self._trainer = trainer
+        self._inside = inside
         self._begin_fit()
         replicas = self._given
         replicas.register("trainer", self._state, self._take)
@@ -116,7 +117,8 @@ class TrainerReplicas:
         ]
         replicas.notice = json.dumps([one.dirpath for one in saving]).encode()
         replicas.begin_batch()
-        self._has_joined, self._led = True, replicas.is_leader
+        self._has_joined = True
+        self._led = replicas.is_leader
         # Any of them may have to write the next file, and to remove an earlier one.
         folders = json.loads(replicas.notice)
         if len(folders) != len(saving):
@@ -155,7 +157,8 @@ class TrainerReplicas:
         """Returns what this rank's counterpart in a replica that comes back takes over; it is no checkpoint, for which
         hooks are called that may be collective."""
         trainer = self._trainer
-        plugin, module = trainer.precision_plugin, trainer.datamodule
+        plugin = trainer.precision_plugin
+        module = trainer.datamodule
         state = {
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
             "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
@@ -170,8 +173,9 @@ class TrainerReplicas:
             "should_stop": trainer.should_stop,
         }
         for stateful in (plugin, module):
-            if stateful is not None and (own := stateful.state_dict()):
-                state[type(stateful).__qualname__] = own
+            contents = None if stateful is None else stateful.state_dict()
+            if contents:
+                state[type(stateful).__qualname__] = contents
         return copy.deepcopy(state)  # the next batch changes it, perhaps before all of it is sent
 
     def _averages(self, callback: object) -> dict[str, Any]:
@@ -332,7 +336,8 @@ class TrainerReplicas:
         """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
         if self._has_joined:
             if self._has_met_since:
-                self.saved, self._has_met_since = {}, False
+                self.saved = {}
+                self._has_met_since = False
             self.saved[str(path)] = "optimizer_states" not in checkpoint
         return self.writes
 
@@ -343,9 +348,11 @@ class TrainerReplicas:
     def _write_for_the_last_leader(self) -> None:
         """Writes the last checkpoints if the leader ended before they were complete. Collective over this replica's
         ranks."""
-        leads_now, self._led = self.writes and not self._led, self.writes
+        leads_now = self.writes and not self._led
+        self._led = self.writes
         # A leader that came to a meeting has written them, or does so in the background.
-        had_met, self._has_met_since = self._has_met_since, True
+        had_met = self._has_met_since
+        self._has_met_since = True
         if not leads_now:
             return
         saved = dict(self.saved)

@@ -143,7 +143,8 @@ class TrainerStrategy(_Base):
         **options: Any,
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
-        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.pipeline_parallel_size = pipeline_parallel_size
         self._mesh = ModelMesh(
             tensor_parallel_size, pipeline_parallel_size, stage_order, context_parallel_size, expert_parallel_size
         )
@@ -202,14 +203,16 @@ class TrainerStrategy(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        if (sampler := sampler_of(dataloader)) is not None:
+        sampler = sampler_of(dataloader)
+        if sampler is not None:
             sampler.divide(**self.distributed_sampler_kwargs)
         return super().process_dataloader(dataloader)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # trainer.init_module(empty_init=True) enters it
-        own, on_meta = self.precision_plugin.tensor_init_context, empty_init and self._mesh.cuts_layers
+        own = self.precision_plugin.tensor_init_context
+        on_meta = empty_init and self._mesh.cuts_layers
         with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
             yield
 
@@ -295,7 +298,8 @@ class TrainerStrategy(_Base):
             return
         # the plugin's own clipping reads `.grad`, a placeholder under reduce-scatter
         add_engine_clipping(plugin, self._engine_precision)
-        scaler, whose = getattr(plugin, "scaler", None), f"the GradScaler of {type(plugin).__name__}"
+        scaler = getattr(plugin, "scaler", None)
+        whose = f"the GradScaler of {type(plugin).__name__}"
         self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
@@ -312,7 +316,8 @@ class TrainerStrategy(_Base):
         self._checked.store_gather = None
         self._listeners = []
         if self._scalers_class is not None:
-            plugin.scaler.__class__, self._scalers_class = self._scalers_class, None  # type: ignore[attr-defined]
+            plugin.scaler.__class__ = self._scalers_class  # type: ignore[attr-defined]
+            self._scalers_class = None
         if isinstance(self.model, DistributedDataParallel):
             self.model.close()
             self.model = self.lightning_module
@@ -328,7 +333,8 @@ class TrainerStrategy(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Shows the loss to the engine; in manual optimization no forward of the wrapper has prepared its backward."""
-        module, wrapped = self.lightning_module, self.model
+        module = self.lightning_module
+        wrapped = self.model
         if module is None or not isinstance(wrapped, DistributedDataParallel):
             return
         if module.automatic_optimization:
@@ -340,7 +346,8 @@ class TrainerStrategy(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps module buffers of ranks apart in manual optimization, as "ddp" does: it broadcasts them before the
         first forward only."""
-        module, wrapped = self.lightning_module, self.model
+        module = self.lightning_module
+        wrapped = self.model
         if module is None or module.automatic_optimization or not isinstance(wrapped, DistributedDataParallel):
             return super().training_step(*args, **kwargs)
         with wrapped.engine.reducer.backwards_inside_forward():
@@ -391,17 +398,20 @@ class TrainerStrategy(_Base):
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if (values := self._checked.gather_if_interrupted(obj)) is not None:
+        values = self._checked.gather_if_interrupted(obj)
+        if values is not None:
             found: T = values[src] if len(values) > 1 else obj
             return found
         self._checked.check("broadcast")
         return super().broadcast(self._replicas.from_leader(obj, self.global_rank == src), src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if (decisions := self._checked.gather_if_interrupted(decision)) is not None:
+        decisions = self._checked.gather_if_interrupted(decision)
+        if decisions is not None:
             return bool(min(decisions) if all else max(decisions))
         # Over all ranks, where a sum of logged values may be over those with other samples.
-        vote, every = torch.tensor(int(decision), device=self.root_device), torch.distributed.group.WORLD
+        vote = torch.tensor(int(decision), device=self.root_device)
+        every = torch.distributed.group.WORLD
         votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
         return self._replicas.decide(votes == self.world_size if all else votes > 0, all=all)
 
@@ -448,7 +458,8 @@ class TrainerStrategy(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """Reports which rank failed first, and why; the next fit gets a new group."""
         self._replicas.leave(exception)
-        if first := report_failure(exception_name(), exception, leaves=True):
+        first = report_failure(exception_name(), exception, leaves=True)
+        if first:
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
         self._checked.give_up()
@@ -529,8 +540,9 @@ class TrainerStrategy(_Base):
         self._directory_saver.run_after_save(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:
-        if self.is_global_zero and (path := existing_directory(filepath)) is not None:
-            remove_directory(path)
+        directory = existing_directory(filepath) if self.is_global_zero else None
+        if directory is not None:
+            remove_directory(directory)
         else:
             super().remove_checkpoint(filepath)
 
@@ -543,7 +555,8 @@ class TrainerStrategy(_Base):
         """
         self._directory_saver.wait()
         self._loaded_from = str(checkpoint_path)
-        if (path := existing_directory(checkpoint_path)) is not None:
+        path = existing_directory(checkpoint_path)
+        if path is not None:
             return load_trainer_directory(path, self.lightning_module, weights_only)
         return unmapped(super().load_checkpoint(checkpoint_path, weights_only), checkpoint_path)
 
@@ -561,7 +574,8 @@ class TrainerStrategy(_Base):
         Raises:
             CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
         """
-        module, load = self.lightning_module, super().load_optimizer_state_dict
+        module = self.lightning_module
+        load = super().load_optimizer_state_dict
         assert module is not None
         if checkpoint["optimizer_states"]:
             load_optimizer_states(checkpoint, module, self.optimizers, self._engine, self._loaded_from, load)

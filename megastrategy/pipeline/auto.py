@@ -44,17 +44,21 @@ def planned_split(
     """
     if sample is None:
         raise ValueError("split_spec='auto' needs a sample, one microbatch of the first layer: pass sample=")
-    if cut := next(iter(dtensors_of(nn.ModuleList(layers))), None):
+    cut = next(iter(dtensors_of(nn.ModuleList(layers))), None)
+    if cut:
         raise ValueError(
             f"split_spec='auto' plans whole layers, and parameter {cut!r} is a DTensor: make the division with "
             "megastrategy.plan before parallelize_module"
         )
-    if (planned := _PLANNED.get(schedule)) is None:
+    planned = _PLANNED.get(schedule)
+    if planned is None:
         raise ValueError(f"split_spec='auto' with schedule={schedule!r}: the planner cuts for one stage a rank")
-    memory, name = _PLENTY, device.type
+    memory = _PLENTY
+    name = device.type
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        memory, name = properties.total_memory, properties.name
+        memory = properties.total_memory
+        name = properties.name
     every: list[tuple[str, int]] = [("", 0)] * mesh.size()
     dist.all_gather_object(every, (name, memory), group=mesh.get_group())
     if len(set(every)) > 1:

@@ -62,7 +62,8 @@ class StagedBackwards:
 
     def __init__(self, engine: Engine, group: ModelGroup, first_stages: Sequence[int]) -> None:
         # Weak: the user's module refers to this object, and engine and group are freed without close().
-        self._engine, self._group = weakref.ref(engine), weakref.ref(group)
+        self._engine = weakref.ref(engine)
+        self._group = weakref.ref(group)
         self._first_stages = first_stages
         self._batch = engine.reducer.batch = DeferredBatch(_WHY_NOT_COUNTED)
         self._state = _State.NONE
@@ -122,7 +123,8 @@ class StagedBackwards:
             StageError: on all stages, if there is a problem on any.
             MegastrategyError: on all stages, if those of any stage are rejected. All gradients are dropped then.
         """
-        engine, group = self._present, self._group()
+        engine = self._present
+        group = self._group()
         assert group is not None, "the engine has it"
         assert group.ranks is not None, "it is connected"
         wanted, refusal = engine.reducer.finish_batch(self._batch, group)
@@ -168,14 +170,18 @@ class StagedBackwards:
                 "backward was called twice for the loss of one forward of a pipeline, or after the next forward: its "
                 "gradients were computed in the forward, once"
             )
-        made, self._made = self._made, []
+        made = self._made
+        self._made = []
         if self._are_left and engine.num_steps == self._num_steps:
-            self._state, self._are_left = _State.NONE, False
+            self._state = _State.NONE
+            self._are_left = False
             self._clear(engine)
             raise self._accumulates("no step has used those of the last batch")
         # A zero_grad() of the plain module counts as one before the forward, too.
         engine.grad_buffers.restore_grads(made)
-        self._state, self._num_steps, self._are_left = _State.READY, engine.num_steps, False
+        self._state = _State.READY
+        self._num_steps = engine.num_steps
+        self._are_left = False
         # Not read from an accelerator: the host would wait for the whole step.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
             grads = engine.grad_buffers.local_grads(range(len(engine.params)))

@@ -23,7 +23,8 @@ class LossBuffers:
 
     def problem(self) -> str:
         """Returns the reason why the buffers cannot be sent to the other stages; empty if they can."""
-        if (found := self._found()) == self._kinds:
+        found = self._found()
+        if found == self._kinds:
             return ""
         name = next(name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name))
         return (

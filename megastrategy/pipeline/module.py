@@ -105,10 +105,12 @@ class Pipeline(StagedModule):
         num_ranks = mesh.size() if mesh is not None else len(split_spec)
         plan = make_plan(names, split_spec, num_ranks, "1F1B" if mesh is None else schedule, keep_together)
         self.plan = plan if mesh is not None else StagePlan((len(layers),), 1)
-        self.microbatches, self.schedule = microbatches, schedule
+        self.microbatches = microbatches
+        self.schedule = schedule
         self._loss = loss
         self._inputs = {number: (n,) if isinstance(n, str) else tuple(n) for number, n in (inputs or {}).items()}
-        if unknown := sorted(number for number in self._inputs if not 0 <= number < len(layers)):
+        unknown = sorted(number for number in self._inputs if not 0 <= number < len(layers))
+        if unknown:
             raise ValueError(f"inputs has layer {unknown[0]}: expected numbers of layers, 0 to {len(layers) - 1}")
         # Not the mesh's local rank, which is a rank of its group: torch sorts the ranks of groups.
         in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
@@ -129,7 +131,8 @@ class Pipeline(StagedModule):
             for name, _ in (*layer.named_parameters(), *layer.named_buffers())
         }
         self.layers = nn.ModuleList(layer if i in own else _Elsewhere() for i, layer in enumerate(layers))
-        if without := materialise(self.layers, self._device):
+        without = materialise(self.layers, self._device)
+        if without:
             raise TypeError(
                 f"layer {without[0]} is on meta and has no reset_parameters(): give the class one, or build this layer "
                 "on a device"
@@ -205,13 +208,13 @@ class Pipeline(StagedModule):
                 f"a batch of {batch} does not divide into microbatches={self.microbatches}: choose a batch size that "
                 "does, and drop_last=True for a loader whose last batch is smaller"
             )
-        missing = sorted(set().union(*(self._inputs.values())) - inputs.keys()) if self._inputs else []
-        if missing or (unknown := sorted(inputs.keys() - set().union(*self._inputs.values(), ()))):
-            raise TypeError(
-                f"forward() lacks the argument {missing[0]!r}, which a layer gets"
-                if missing
-                else f"forward() has an argument {unknown[0]!r}, which no layer gets: name it in inputs"
-            )
+        expected = set().union(*self._inputs.values())
+        missing = sorted(expected - inputs.keys())
+        unknown = sorted(inputs.keys() - expected)
+        if missing:
+            raise TypeError(f"forward() lacks the argument {missing[0]!r}, which a layer gets")
+        if unknown:
+            raise TypeError(f"forward() has an argument {unknown[0]!r}, which no layer gets: name it in inputs")
         if trains:
             alone = self.stage_group is None
             return self._loss_alone(args, inputs, target) if alone else self._train(args, inputs, target)
@@ -219,7 +222,8 @@ class Pipeline(StagedModule):
             return self._evaluate(args, inputs, target, math.gcd(batch, self.microbatches))
 
     def _train(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
-        if (backwards := self._backwards) is None:
+        backwards = self._backwards
+        if backwards is None:
             raise StageError(
                 "a pipeline of several ranks trains inside of a megastrategy.DistributedDataParallel, which keeps its "
                 "gradients from the forward to the step: wrap the module that has it"
@@ -259,7 +263,8 @@ class Pipeline(StagedModule):
         # Twice, if shapes have changed for a reason that stages cannot compare, such as an attribute of a class.
         for is_again in (False, True):
             run = self._run(False, microbatches, args, inputs, target)
-            output, problem = run.evaluate(args, inputs), run.problem
+            output = run.evaluate(args, inputs)
+            problem = run.problem
             if is_last and not problem:
                 try:
                     output = check_sent(output) if target is None else scalar(self._loss(output, target))
@@ -290,7 +295,8 @@ class Pipeline(StagedModule):
             chunk.update_layers(self.layers)
         self._loss_buffers = LossBuffers(self._loss)
         seen = [*map(id, self.layers), *((param.requires_grad, param.dtype) for param in self.layers.parameters())]
-        changed, self._seen = seen != self._seen or self._numbers.have_changed(), seen
+        changed = seen != self._seen or self._numbers.have_changed()
+        self._seen = seen
         digest = list(hashlib.sha256(kind.encode()).digest()[:8])
         copies = self._what_copies_need()
         largest = self._ranks.host.max_of_bytes([*digest, *(255 - byte for byte in digest), changed, *copies])
@@ -338,7 +344,8 @@ class Pipeline(StagedModule):
         return value
 
     def _output_from_last_stage(self, output: Any) -> Any:
-        last, is_last = self.plan.num_ranks - 1, self._rank == self.plan.num_ranks - 1
+        last = self.plan.num_ranks - 1
+        is_last = self._rank == self.plan.num_ranks - 1
         known = [shapes_of(output)]
         dist.broadcast_object_list(known, group=self._in_order, group_src=last, device=self._device)
 
@@ -361,7 +368,8 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     """
     name, pipeline = next((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
     state = module.state_dict()
-    if (tensor_mesh := pipeline.tensor_mesh) is not None:
+    tensor_mesh = pipeline.tensor_mesh
+    if tensor_mesh is not None:
         is_first = tensor_mesh.get_local_rank() == 0
         state = {key: _whole(value, keep=is_first) for key, value in state.items()}
         if not is_first:  # the first tensor rank's stages have the same
@@ -441,7 +449,8 @@ def _stages_and_tensor_ranks(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh |
 def _check_loss(loss: Any) -> None:
     """Raises ValueError for a loss with trainable parameters: all stages have it, and only the last computes it."""
     params = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    if name := next((name for name, param in params if param.requires_grad), None):
+    name = next((name for name, param in params if param.requires_grad), None)
+    if name:
         raise ValueError(
             f"the loss is a {type(loss).__name__} with a parameter {name!r} that is trained: every stage would have "
             "one of its own, and they would part. Make it a part of the last layer, which may return a tuple of all "

@@ -73,7 +73,8 @@ def make_plan(
         ValueError: if it does not fit, with the layers' names.
     """
     check_schedule(schedule)
-    num_layers, spec = len(names), list(split_spec)
+    num_layers = len(names)
+    spec = list(split_spec)
     if any(count < 1 for count in spec):
         raise ValueError(f"split_spec={spec}: every stage has at least one layer")
     if sum(spec) != num_layers:

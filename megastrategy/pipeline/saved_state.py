@@ -33,19 +33,21 @@ class StageState(GroupState):
     """
 
     def __init__(self, ranks: Collectives, name_in_model: Callable[[str], str], layer_of: Callable[[str], int]) -> None:
-        self._ranks, self._name_in_model, self._layer_of = ranks, name_in_model, layer_of
+        self._ranks = ranks
+        self._name_in_model = name_in_model
+        self._layer_of = layer_of
 
     def join(self, optimizer: NamedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        hosts, groups = self._ranks.host, self.join_groups(optimizer, saved["param_groups"])
+        hosts = self._ranks.host
+        groups = self.join_groups(optimizer, saved["param_groups"])
         numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
         names = optimizer.names_by_id()
         own_names = {number: names[key] for key, number in number_params(optimizer.inner).items()}
-        own = {
-            numbers[name]: kept
-            for number, kept in saved["state"].items()
-            if (name := own_names[number]) == self._name_in_model(name)
+        by_name = {own_names[number]: contents for number, contents in saved["state"].items()}
+        first_copies = {
+            numbers[name]: contents for name, contents in by_name.items() if name == self._name_in_model(name)
         }
-        state = dict(gather_states(own, hosts, _HOST))
+        state = dict(gather_states(first_copies, hosts, _HOST))
         if not hosts.is_rank_zero:
             return {**saved, "state": None}
         groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
@@ -80,7 +82,8 @@ class StageState(GroupState):
     def divide(self, optimizer: NamedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
         inner = optimizer.inner
         whole = self._join_names(self._ranks.all_gather_objects(_names_by_group(optimizer)))
-        sizes, theirs = [len(group) for group in whole], [len(group["params"]) for group in saved["param_groups"]]
+        sizes = [len(group) for group in whole]
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
         if sizes != theirs:
             raise CheckpointError(
                 f"the state has groups of {theirs} parameters, and the optimizers of all stages have {sizes}: it is of "
@@ -91,15 +94,15 @@ class StageState(GroupState):
             for members, group in zip(whole, saved["param_groups"], strict=True)
             for name, number in zip(members, group["params"], strict=True)
         }
-        numbers, names = number_params(inner), optimizer.names_by_id()
+        numbers = number_params(inner)
+        names = optimizer.names_by_id()
         params = [[numbers[id(param)] for param in group["params"]] for group in inner.param_groups]
         options = self.divide_groups(optimizer, saved["param_groups"])
-        state = {
-            numbers[id(param)]: saved["state"][number]
-            for group in inner.param_groups
-            for param in group["params"]
-            if (number := number_in_file[self._name_in_model(names[id(param)])]) in saved["state"]
-        }
+        state = {}
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            number = number_in_file[self._name_in_model(names[id(param)])]
+            if number in saved["state"]:
+                state[numbers[id(param)]] = saved["state"][number]
         groups = [{**group, "params": members} for group, members in zip(options, params, strict=True)]
         return {**saved, "state": state, "param_groups": groups}
 
@@ -111,11 +114,12 @@ class StageState(GroupState):
         return divided
 
     def divide_main_params(self, optimizer: NamedOptimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(saved)
+        main_params = dict(saved)
         for name in optimizer.names_by_id().values():
-            if (first := self._name_in_model(name)) != name and first in saved:
-                found[name] = saved[first]
-        return found
+            first_name = self._name_in_model(name)
+            if first_name in saved:
+                main_params[name] = saved[first_name]
+        return main_params
 
     def _join_names(self, by_stage: list[list[list[str]]]) -> list[list[str]]:
         """Returns the names of all stages' parameters by group, in the order of the layers: only the first copy's."""

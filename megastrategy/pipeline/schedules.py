@@ -30,7 +30,8 @@ class Chunk(nn.Module):
 
     def __init__(self, layers: Mapping[int, nn.Module], inputs: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
-        self.layers, self._numbers = nn.ModuleList(layers.values()), list(layers)
+        self.layers = nn.ModuleList(layers.values())
+        self._numbers = list(layers)
         self._inputs = [inputs.get(number, ()) for number in layers]
         self.last_layer = f"layer {self._numbers[-1]} ({type(self.layers[-1]).__name__})"
 
@@ -84,7 +85,8 @@ class Run:
         self._microbatches = microbatches
         params = [id(param) for chunk in chunks for param in chunk.parameters()]
         self._has_shared = len(params) > len(set(params))
-        self.is_first, self.is_last = self._stages[0].is_first, self._stages[-1].is_last
+        self.is_first = self._stages[0].is_first
+        self.is_last = self._stages[-1].is_last
         self._mean = scaled = None if loss is None else _Mean(loss, microbatches, self._stages[-1])
         if SCHEDULES[schedule] == 1:
             kind: Any = ScheduleGPipe if loss is None else get_schedule_class(schedule)
@@ -121,7 +123,8 @@ class Run:
 
     def evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
         """Returns the output of a batch on the last stage, else None, and None where there is a problem."""
-        outputs, last = list[Any](), self._stages[-1]
+        outputs = list[Any]()
+        last = self._stages[-1]
         last.finish_microbatch = outputs.append
         try:
             self._step(args, inputs)
@@ -154,7 +157,9 @@ class _Mean:
     """
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], microbatches: int, stage: Stage) -> None:
-        self._loss, self._microbatches, self._stage = loss, microbatches, stage
+        self._loss = loss
+        self._microbatches = microbatches
+        self._stage = stage
         self._targets: list[Any] = []
 
     def set_target(self, target: Any) -> Tensor:
@@ -168,7 +173,8 @@ class _Mean:
     def __call__(self, carrier: Tensor, number: Tensor) -> Tensor:
         """Returns the loss of one microbatch; ``carrier``: the output that torch has seen."""
         stage = self._stage
-        output, stage.output = stage.output, None
+        output = stage.output
+        stage.output = None
         if not stage.is_refused:
             with as_before(self._loss) if stage.is_learning else contextlib.nullcontext():
                 loss = self._loss(output, self._targets[int(number)])

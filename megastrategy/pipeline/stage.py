@@ -140,7 +140,8 @@ class Stage(PipelineStage):
         meta, forward = super()._recv_meta(src_stage)
         if forward is not None:
             self._received, refusal = forward
-            self.problem, self.is_refused = refusal or "", bool(refusal)
+            self.problem = refusal or ""
+            self.is_refused = bool(refusal)
         return meta
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:

@@ -92,7 +92,9 @@ class StageGroup(ModelGroup):
     def __init__(self, staged: StagedLayers, module: nn.Module, parts: LocalParts) -> None:
         super().__init__()
         name = next(name for name, child in module.named_modules() if child is staged)
-        self._staged, self._prefix, self._parts = staged, f"{name}." if name else "", parts
+        self._staged = staged
+        self._prefix = f"{name}." if name else ""
+        self._parts = parts
         self.names_elsewhere = names_elsewhere(module)
         self._has_agreed = False
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
@@ -106,7 +108,8 @@ class StageGroup(ModelGroup):
         group = self._staged.stage_group
         assert group is not None, "there are other stages"
         self.ranks = self._connected(private_group(group, device), group)
-        params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
+        params = dict(self._staged.named_parameters())
+        by_ranks = dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
             holders = tuple(copies.names)
             first, *others = (f"{self._prefix}{copies.names[rank]}" for rank in holders)
@@ -114,7 +117,8 @@ class StageGroup(ModelGroup):
             if holders not in by_ranks:
                 holders_group = subgroup(group, holders, device)
                 by_ranks[holders] = None if holders_group is None else self._connected(holders_group, group)
-            if (ranks := by_ranks[holders]) is not None:
+            ranks = by_ranks[holders]
+            if ranks is not None:
                 param = params[copies.names[group.rank()]]
                 self._copied.append(param)
                 self._own_copies[id(param)] = ranks
@@ -141,10 +145,11 @@ class StageGroup(ModelGroup):
         return self._backwards is not None and self._backwards.takes_zero_grad()
 
     def check(self, module: nn.Module) -> None:
-        if self._staged.tensor_mesh is None and (cut := next(iter(dtensors_of(module)), None)) is not None:
+        dtensors = dtensors_of(module) if self._staged.tensor_mesh is None else {}
+        if dtensors:
             raise ValueError(
-                f"parameter {cut!r} is a DTensor, and the pipeline's mesh has the stages alone: pass the tensor ranks' "
-                'dimension, too (Pipeline(..., mesh=mesh["pp", "tp"]))'
+                f"parameter {next(iter(dtensors))!r} is a DTensor, and the pipeline's mesh has the stages alone: pass "
+                'the tensor ranks\' dimension, too (Pipeline(..., mesh=mesh["pp", "tp"]))'
             )
         outside = [
             name
