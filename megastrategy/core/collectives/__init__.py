@@ -121,7 +121,8 @@ def _like(every: Collectives, group: ProcessGroup) -> Collectives:
         made = BackendCollectives(group, every.rank_check, every.host if every.host is not every else None)
     else:
         made = GlooCollectives(group, every.rank_check)
-    made.progress, made.watchdog = every.progress, every.watchdog
+    made.progress = every.progress
+    made.watchdog = every.watchdog
     return made
 
 

@@ -73,7 +73,8 @@ class BackendCollectives(Collectives):
         return WorkHandle(what, work.wait, self)
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
-        tensor, options = as_real(tensor), dist.AllreduceOptions()
+        tensor = as_real(tensor)
+        options = dist.AllreduceOptions()
         _scale(tensor, scale)
         return self._start("all-reduce", lambda: self.group.allreduce([tensor], options))
 
@@ -81,14 +82,16 @@ class BackendCollectives(Collectives):
         return self._start("all-reduce", lambda: self.group.allreduce([tensor], max_options()))
 
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        tensor, options = as_real(tensor), dist.ReduceScatterOptions()
+        tensor = as_real(tensor)
+        options = dist.ReduceScatterOptions()
         own = tensor.chunk(self.size)[self.rank]
         _scale(tensor, scale)
         return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options))
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, in an order of its own.
-        sums, tensor = as_real(sums), as_real(tensor)
+        sums = as_real(sums)
+        tensor = as_real(tensor)
         if self._exchange is None:
             self._exchange = PartExchange(tensor.device, self._all_to_all, self._streams)
         exchange = self._exchange
@@ -108,7 +111,8 @@ class BackendCollectives(Collectives):
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
         # In place, without the scratch memory of an uneven gather: a broadcast for each span, all in flight at once.
         factor = 2 if tensor.is_complex() else 1
-        tensor, works = as_real(tensor), list[Any]()
+        tensor = as_real(tensor)
+        works = list[Any]()
         with self.translated_errors("all-gather"):
             for rank, of_rank in enumerate(spans):
                 options = dist.BroadcastOptions()
@@ -121,8 +125,10 @@ class BackendCollectives(Collectives):
         self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Handle:
         factor = 2 if tensor.is_complex() else 1
-        come, go = [factor * size for size in received_sizes], [factor * size for size in sizes]
-        received, tensor = as_real(received), as_real(tensor)
+        come = [factor * size for size in received_sizes]
+        go = [factor * size for size in sizes]
+        received = as_real(received)
+        tensor = as_real(tensor)
         return self._start(
             "all-to-all", lambda: self.group.alltoall_base(received, tensor, come, go, dist.AllToAllOptions())
         )
@@ -142,7 +148,8 @@ class WorkHandle(Handle):
     """The handle of a collective that a function waits for."""
 
     def __init__(self, what: str, wait: Callable[[], object], collectives: Collectives) -> None:
-        self._what, self._collectives = what, collectives
+        self._what = what
+        self._collectives = collectives
         self._wait: Callable[[], object] | None = wait
 
     def wait(self) -> None:
@@ -155,7 +162,8 @@ class WorkHandle(Handle):
 
 class _ExchangeHandle(Handle):
     def __init__(self, collectives: Collectives, finish: Callable[[], object]) -> None:
-        self._collectives, self._finish = collectives, finish
+        self._collectives = collectives
+        self._finish = finish
 
     def wait(self) -> None:
         with self._collectives.translated_errors("reduce-scatter"):

@@ -20,7 +20,8 @@ def digest(description: Mapping[str, object]) -> bytes:
 def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Collectives) -> None:
     """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able
     rows by heading. Collective."""
-    if (descriptions := descriptions_if_different(description, collectives)) is not None:
+    descriptions = descriptions_if_different(description, collectives)
+    if descriptions is not None:
         raise first_difference_error(descriptions)
 
 

@@ -73,7 +73,8 @@ class GlooCollectives(Collectives):
     def all_to_all(
         self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Handle:
-        parts, coming = tensor.split(list(sizes)), received.split(list(received_sizes))
+        parts = tensor.split(list(sizes))
+        coming = received.split(list(received_sizes))
         return self._start("all-to-all", lambda: self._rings.exchange_parts(parts, coming))
 
     def broadcast(self, tensor: Tensor) -> Handle:
@@ -105,7 +106,8 @@ class GlooCollectives(Collectives):
     def _finish_started(self) -> None:
         if self._worker is not None:
             # An empty job behind all others. Failed ones count as finished; their handles raise.
-            last, future = self.progress.last_started[-1], self._worker.submit(lambda: None)
+            last = self.progress.last_started[-1]
+            future = self._worker.submit(lambda: None)
             _FutureHandle(last, future, self, self.progress.num_started).wait_for_end()
 
     def _give_up(self, what: str, reason: str) -> NoReturn:
@@ -128,7 +130,10 @@ class HostCollectives(GlooCollectives):
 
 class _FutureHandle(Handle):
     def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
-        self._what, self._future, self._collectives, self._number = what, future, collectives, number
+        self._what = what
+        self._future = future
+        self._collectives = collectives
+        self._number = number
 
     def wait_for_end(self) -> None:
         """Returns when it has ended or failed. Raises CollectiveError if it will do neither."""

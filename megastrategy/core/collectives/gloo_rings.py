@@ -43,8 +43,11 @@ class GlooRings:
     when this rank is done. ``scratch`` memory, by dtype, may be shared with rings that never run at the same time."""
 
     def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], references: GlooReferences) -> None:
-        self._group, self._scratch, self._gloo_references = group, scratch, references
-        self._rank, self._size = group.rank(), group.size()
+        self._group = group
+        self._scratch = scratch
+        self._gloo_references = references
+        self._rank = group.rank()
+        self._size = group.size()
         self._first = -1
         self._num_exchanges: dict[int, int] = {}  # by distance, the same on all ranks: for tags
         self._posted: dict[int, Any] = {}  # by distance, the posted receive of the other rank's readiness
@@ -59,7 +62,8 @@ class GlooRings:
 
         parts = [_segments(part) for part in tensor.chunk(self._size)]
         for step in range(1, self._size):
-            sent, target = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]
+            sent = parts[(self._rank - step) % self._size]
+            target = parts[(self._rank - step - 1) % self._size]
             # Reused: a new allocation of a part's size would cost page faults in every step.
             received = _segments(self._get_scratch(tensor.dtype, tensor.numel() // self._size))
             outgoing = map(scaled, sent) if step == 1 else sent  # later parts are sums
@@ -74,7 +78,8 @@ class GlooRings:
         """Sends every rank's own part (rank-th of ``size`` equal ones) to all ranks."""
         parts = tensor.chunk(self._size)
         for step in range(self._size - 1):
-            sent, received = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]
+            sent = parts[(self._rank - step) % self._size]
+            received = parts[(self._rank - step - 1) % self._size]
             for _ in self._exchange(_GATHER, [sent], [received]):
                 pass
 
@@ -86,8 +91,10 @@ class GlooRings:
         most = max(sizes)
         halves = self._get_scratch(tensor.dtype, 2 * most).split(most) if most else ()
         for step in range(self._size - 1 if most else 0):
-            sender, source = (self._rank - step) % self._size, (self._rank - step - 1) % self._size
-            sent, received = halves[step % 2][: sizes[sender]], halves[1 - step % 2][: sizes[source]]
+            sender = (self._rank - step) % self._size
+            source = (self._rank - step - 1) % self._size
+            sent = halves[step % 2][: sizes[sender]]
+            received = halves[1 - step % 2][: sizes[source]]
             if step == 0 and parts[sender]:
                 torch.cat(parts[sender], out=sent)
             for _ in self._exchange(_GATHER, _not_empty(sent), _not_empty(received)):
@@ -109,7 +116,8 @@ class GlooRings:
     def exchange_parts(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Sends each of ``parts`` to its rank, and receives the other ranks' parts for this one into ``received``."""
         for distance in range(1, self._size):
-            to, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
+            to = (self._rank + distance) % self._size
+            source = (self._rank - distance) % self._size
             for _ in self._exchange(_ALL_TO_ALL, _not_empty(parts[to]), _not_empty(received[source]), distance):
                 pass
 
@@ -140,7 +148,8 @@ class GlooRings:
         So a rank sends only when the other has reported that its receives are posted, and the receive of that report is
         itself posted before the data that it answers is sent.
         """
-        before, after = (self._rank - distance) % self._size, (self._rank + distance) % self._size
+        before = (self._rank - distance) % self._size
+        after = (self._rank + distance) % self._size
         if self._first < 0:
             # A random number of this object: an earlier one on the same group has left posted receives behind.
             first = torch.tensor([secrets.randbelow(2**26)], device="cpu")
@@ -152,7 +161,8 @@ class GlooRings:
             self._post_readiness(distance)
         self._num_exchanges[distance] += 1
         number = self._num_exchanges[distance]
-        tag_in, tag_out = _tag(number, kind, before, self._rank), _tag(number, kind, self._rank, after)
+        tag_in = _tag(number, kind, before, self._rank)
+        tag_out = _tag(number, kind, self._rank, after)
         # All receives before any send: sends first take twice the time (1.9x at 64 MB) on one connection, where gloo
         # queues the notice of a posted receive behind the data.
         receives = [(segment, self._group.recv([segment], before, tag_in)) for segment in received]

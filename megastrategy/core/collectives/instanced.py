@@ -42,7 +42,8 @@ def shard_collectives(every: Collectives, domain: Domain, device: torch.device) 
     Raises:
         ValueError: if they have to be made from a group that torch.distributed does not know, and cannot divide.
     """
-    members, num_shards = domain.ranks_with(every.rank), domain.num_shards
+    members = domain.ranks_with(every.rank)
+    num_shards = domain.num_shards
     is_of_all = len(members) == every.size
     if is_of_all and num_shards in (1, every.size):
         return every
@@ -93,7 +94,8 @@ def _divide(
             "torch.distributed.new_group, or none for all ranks"
         )
     numbers = dist.get_process_group_ranks(group)
-    ranks, (number, place) = [numbers[member] for member in members], divmod(place, size)
+    ranks = [numbers[member] for member in members]
+    number, place = divmod(place, size)
     # Names derived from the parent's, which is unique: torch would count groups, and counts differ between ranks.
     name = group.group_name if len(members) == group.size() else f"{group.group_name}, {len(ranks)} from {ranks[0]}"
     instance = part_of_group(group, ranks[number * size :][:size], f"{name}, instance {number} of {size}", device)
@@ -111,7 +113,9 @@ class InstanceCollectives(Collectives):
 
     def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(instance)
-        self._every, self.across = weakref.ref(every), across  # weak, since every.instances has this object
+        # weak, since every.instances has this object
+        self._every = weakref.ref(every)
+        self.across = across
         self.ranks: Sequence[int] = range(every.rank - self.rank, every.rank - self.rank + self.size)
 
     @property
@@ -206,7 +210,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
         # Shared with the rings of all ranks: one thread runs both, so the scratch memory is never used twice at a time.
-        self._scratch, self._gloo_references = every._scratch, every._gloo_references
+        self._scratch = every._scratch
+        self._gloo_references = every._gloo_references
         self._rings = GlooRings(instance, self._scratch, self._gloo_references)
 
     @property

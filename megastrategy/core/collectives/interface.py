@@ -319,7 +319,8 @@ class Collectives(ABC):
             return
         timeout_s = self.group._get_backend(device).options._timeout.total_seconds()
         began = time.monotonic()
-        next_glance, next_probe = began + CHECK_PEERS_S, began + _PROBE_S
+        next_glance = began + CHECK_PEERS_S
+        next_probe = began + _PROBE_S
         # Polled, not synchronised: a synchronisation returns from C++ only when the device is done, perhaps never.
         while not has_ended():
             time.sleep(_POLL_S)

@@ -37,7 +37,8 @@ class PartExchange:
     """
 
     def __init__(self, device: torch.device, all_to_all: Callable[[Tensor, Tensor], Any], streams: Any = None) -> None:
-        self._device, self._all_to_all = device, all_to_all
+        self._device = device
+        self._all_to_all = all_to_all
         self._streams: Any = streams or devices.streams_of(device)
         self._stream: Any = None if self._streams is None else self._streams.Stream(device)
         self._received: list[Tensor] = []  # 1-D bytes, the next to be used first
@@ -78,7 +79,9 @@ class PartExchange:
         with torch.no_grad():
             exchange.add(exchange.parts)
         self._started.popleft()  # not before: a wait that failed has to fail again, since nothing was added
-        exchange.work, exchange.parts = None, ()  # frees the memory, since the caller may keep the exchange
+        # frees the memory, since the caller may keep the exchange
+        exchange.work = None
+        exchange.parts = ()
         if self._stream is not None:
             exchange.added = self._streams.Event()
             exchange.added.record(self._stream)
@@ -102,5 +105,7 @@ class _Exchange:
     """An exchange in flight; ``added`` is recorded when its sums were queued (None before, and without streams)."""
 
     def __init__(self, work: Any, parts: Sequence[Tensor], add: Callable[[Sequence[Tensor]], object]) -> None:
-        self.work, self.parts, self.add = work, parts, add
+        self.work = work
+        self.parts = parts
+        self.add = add
         self.added: Any = None

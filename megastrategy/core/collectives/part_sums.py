@@ -79,7 +79,8 @@ def coalesce_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Te
         for tensor in (tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind and tensor.numel() > 0):
             if current and current_bytes + tensor.nbytes > max_bytes:
                 groups.append(current)
-                current, current_bytes = [], 0
+                current = []
+                current_bytes = 0
             current.append(tensor)
             current_bytes += tensor.nbytes
         if current:

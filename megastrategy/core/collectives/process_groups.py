@@ -101,7 +101,8 @@ def host_group(group: ProcessGroup, device: torch.device | None = None) -> Proce
             "for the ranks' hosts: pass one of torch.distributed.new_group(), or register gloo for the CPU in it"
         )
     device = device_of_group(group, device)
-    name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
+    name = new_name(group, device)
+    ranks = dist.get_process_group_ranks(group)
     try:
         return part_of_group(group, ranks, name, device, backend="gloo")
     except RuntimeError as error:
@@ -208,7 +209,8 @@ def part_of_group(
 def subgroup(group: ProcessGroup, ranks: Iterable[int], device: torch.device) -> ProcessGroup | None:
     """Makes a group of some ranks of ``group``, by their numbers there; returns None on the others. Collective over
     ``group``."""
-    name, wanted = new_name(group, device), [dist.get_global_rank(group, rank) for rank in ranks]
+    name = new_name(group, device)
+    wanted = [dist.get_global_rank(group, rank) for rank in ranks]
     return part_of_group(group, wanted, name, device) if dist.get_rank() in wanted else None
 
 
@@ -366,7 +368,8 @@ def _while_all_live(
     Raises:
         CollectiveError: if one of them has ended, or the time has passed.
     """
-    can_probe, deadline = has_gloo(group), time.monotonic() + HOSTS_CONNECT_S
+    can_probe = has_gloo(group)
+    deadline = time.monotonic() + HOSTS_CONNECT_S
     if not can_probe and not bounded:
         return connect()  # NCCL connects later, and cannot tell whether a process has ended
     future: Future[ProcessGroup] = Future()

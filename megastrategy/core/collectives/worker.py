@@ -48,7 +48,8 @@ class Worker:
 
     def _run(self) -> None:
         # A text and a class, not the exception, whose frames would keep tensors and groups alive.
-        failure, kind = "", RuntimeError
+        failure = ""
+        kind = RuntimeError
         while (job := self._jobs.get()) is not None:
             future, run = job
             begun_ns = time.perf_counter_ns()

@@ -96,7 +96,9 @@ def build_layout(
         units = placement_units([s.chunk for s in specs], [i for i in order if kind_of[i] == kind])
         # The gradients at the start of each buffer arrive early, too.
         minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
-        minimum, bucket_start, position = next(minimums), 0, 0
+        minimum = next(minimums)
+        bucket_start = 0
+        position = 0
         current: list[int] = []
         for place, unit in enumerate(units):
             position = _place(specs, unit, round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
@@ -106,7 +108,9 @@ def build_layout(
             if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
                 position = round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
-                minimum, bucket_start, current = next(minimums), position, []
+                minimum = next(minimums)
+                bucket_start = position
+                current = []
         numels[number] = position
     # A bucket is complete when its last parameter is, so that decides the launch order across dtypes.
     completed = {index: place for place, index in enumerate(order)}

@@ -188,7 +188,8 @@ class BufferLayout:
             ends[bucket.buffer] = bucket.end
             position = bucket.start
             for index in bucket.params:
-                slot, chunk = self.slots[index], self.params[index].chunk
+                slot = self.slots[index]
+                chunk = self.params[index].chunk
                 assert position <= slot.start <= slot.end <= bucket.end, "parameters are in their bucket, apart"
                 first = slot.start - (0 if chunk is None else chunk.start)
                 assert first % PARAM_ALIGNMENT_NUMEL == 0, "parameters, or their chunks, are aligned"
@@ -283,7 +284,8 @@ class BufferLayout:
         if slot.start == slot.end:  # no elements, but its step counter needs an owner
             return (slot.start, slot.end) if bucket.domain.shard_of(dp_rank) == 0 else None
         # A parameter may span several shards, and then has several owners.
-        start, end = max(slot.start, shard_start), min(slot.end, shard_end)
+        start = max(slot.start, shard_start)
+        end = min(slot.end, shard_end)
         return (start, end) if start < end else None
 
     def holders(self, param: int) -> Iterator[tuple[int, Part]]:
@@ -310,7 +312,9 @@ class BufferLayout:
         """
         # Owners follow from rank and place: with different numbers the two halves would have different owners.
         assert self.domain == other.domain
-        num_params, num_buffers, num_buckets = len(self.params), len(self.buffers), len(self.buckets)
+        num_params = len(self.params)
+        num_buffers = len(self.buffers)
+        num_buckets = len(self.buckets)
         slots = [
             dataclasses.replace(slot, buffer=slot.buffer + num_buffers, bucket=slot.bucket + num_buckets)
             for slot in other.slots

@@ -67,7 +67,8 @@ def memory_use(
     state_bytes = 0
     on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
     for index, spec in enumerate(layout.params):
-        owned, owner = layout.owned_range(index, dp_rank), (rank_of or {}).get(index)
+        owned = layout.owned_range(index, dp_rank)
+        owner = (rank_of or {}).get(index)
         numel = owned[1] - owned[0] if owned is not None else 0
         if owner is not None:
             numel = spec.numel if owner == dp_rank % layout.num_shards else 0
@@ -163,7 +164,8 @@ def describe_setup(
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
-    sent, unrounded = sent_bytes(layout), sent_bytes(layout, rounded=False)
+    sent = sent_bytes(layout)
+    unrounded = sent_bytes(layout, rounded=False)
     if sent < unrounded:
         lines.append(
             f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
@@ -190,7 +192,8 @@ def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
 
 
 def _describe_owners(owners: Owners) -> list[str]:
-    params, loads = owners.layout.params, owners.owned_numels()
+    params = owners.layout.params
+    loads = owners.owned_numels()
     mean = sum(loads) / len(loads)
     largest = params[max(owners.rank_of, key=lambda index: params[index].numel)]
     lines = [

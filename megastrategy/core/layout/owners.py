@@ -39,7 +39,9 @@ class Owners:
 
     def extended_by(self, params: Collection[int]) -> Owners:
         """Returns the same owners, with owners for ``params``; see [Note: how owners are chosen]."""
-        layout, rank_of, loads = self.layout, dict(self.rank_of), self.owned_numels()
+        layout = self.layout
+        rank_of = dict(self.rank_of)
+        loads = self.owned_numels()
         numel = {param: layout.params[param].numel for param in params}
         mean = (sum(loads) + sum(numel.values())) / len(loads)
 
@@ -71,10 +73,12 @@ class Owners:
             if param not in params:
                 last = -1
                 continue
-            slot, owner = self.layout.slots[param], self.rank_of.get(param)
+            slot = self.layout.slots[param]
+            owner = self.rank_of.get(param)
             whole = [(owner, Part(param, slot.start, slot.end))] if owner is not None and slot.start < slot.end else []
             for rank, part in self.layout.holders(param) if owner is None else whole:
-                start, end = part.start - bucket.start, part.end - bucket.start
+                start = part.start - bucket.start
+                end = part.end - bucket.start
                 if last == rank:
                     spans[rank][-1] = spans[rank][-1][0], end
                 else:

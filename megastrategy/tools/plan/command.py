@@ -100,7 +100,8 @@ def _check_given(context: click.Context, *, cuts: bool) -> None:
             given = "arguments after module:layers" if name == "arguments" else spelled[name]
             raise click.UsageError(f"--cards takes no {given}" if cuts else f"{given} needs --cards")
     options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
-    script, arguments = context.params["script"], context.params["arguments"]
+    script = context.params["script"]
+    arguments = context.params["arguments"]
     for argument in arguments if arguments[:1] != ("--",) else ():
         option = argument.partition("=")[0]
         if option not in options:
@@ -133,7 +134,8 @@ def _plan_ranks(
     **_: Any,
 ) -> None:
     try:
-        sizes, device_bytes = parse_ranks(ranks), parse_bytes(memory)
+        sizes = parse_ranks(ranks)
+        device_bytes = parse_bytes(memory)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if not is_module and not Path(script).is_file():
@@ -172,7 +174,8 @@ def _plan_partitions(
         raise click.UsageError(str(error)) from error
     if batch is None:
         raise click.UsageError("--cards needs --batch, a microbatch as module:name")
-    layers, sample = _load(spec), _load(batch)
+    layers = _load(spec)
+    sample = _load(batch)
     if not isinstance(layers, list | tuple | nn.Sequential | nn.ModuleList):
         raise click.UsageError(f"{spec} is a {type(layers).__name__}: expected a list of layers, or an nn.Sequential")
     if not isinstance(sample, Tensor):

@@ -41,10 +41,13 @@ def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collecti
     if not isinstance(sample, Tensor) or sample.is_meta:
         what = "on meta" if isinstance(sample, Tensor) else f"a {type(sample).__name__}"
         raise ValueError(f"the sample is {what}: expected a tensor with values, one microbatch")
-    if wrong := [number for number in frozen or () if not 0 <= number < len(layers)]:
+    wrong = [number for number in frozen or () if not 0 <= number < len(layers)]
+    if wrong:
         raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
     found: list[Layer] = []
-    x, is_behind_trained, is_saved = sample.detach(), False, False
+    x = sample.detach()
+    is_behind_trained = False
+    is_saved = False
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer {number} is a {type(layer).__name__}: expected an nn.Module")
@@ -125,7 +128,8 @@ class _LayerBehind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, made: Callable[[Tensor], object]) -> Tensor:
-        ctx.like, ctx.made = (out.shape, out.stride(), out.dtype, out.device), made
+        ctx.like = (out.shape, out.stride(), out.dtype, out.device)
+        ctx.made = made
         return out.new_zeros((), dtype=torch.float32)
 
     @staticmethod
@@ -141,8 +145,10 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
     params = list(layer.parameters())
     trained = [param for param in params if param.requires_grad]
     grads = [param.grad for param in trained]
-    live, flops = LiveBytes(computes=False), FlopCounterMode(display=False)
-    weights, saved = {_key(tensor) for tensor in (*params, *layer.buffers())}, dict[int, int]()
+    live = LiveBytes(computes=False)
+    flops = FlopCounterMode(display=False)
+    weights = {_key(tensor) for tensor in (*params, *layer.buffers())}
+    saved = dict[int, int]()
     seeds: list[int | None] = []
     sent: list[int | None] = []  # the gradients of its input
 
@@ -166,7 +172,8 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         if not isinstance(out, Tensor):
             raise LayerError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
         forward_flops = float(flops.get_total_flops())
-        returned, output = live.position(), live.number(out)
+        returned = live.position()
+        output = live.number(out)
         # A layer whose output depends on nothing that is trained has no backward.
         if out.requires_grad:
             try:
@@ -183,7 +190,8 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
             backward_flops = float(flops.get_total_flops())
         live.stop()
     # What is saved of the input was there before; the output is where the stage has it, or in what is saved.
-    saves_output, returns_input = _key(out) in saved, _key(out) == _key(own)
+    saves_output = _key(out) in saved
+    returns_input = _key(out) == _key(own)
     made = sum(nbytes for key, nbytes in saved.items() if key not in (_key(own), _key(out)))
     backward_peak, inner_peak = (
         max(0, live.peak_bytes(returned, without=without) - made) if out.requires_grad else 0

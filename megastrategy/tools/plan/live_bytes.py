@@ -95,7 +95,8 @@ class LiveBytes(TorchDispatchMode):
             key = storage._cdata
             if key in known or key in self._number_of or storage.nbytes() == 0:
                 continue
-            number, nbytes = self._num_storages, storage.nbytes()
+            number = self._num_storages
+            nbytes = storage.nbytes()
             self._num_storages += 1
             self._number_of[key] = number
             self._trace.append((number, nbytes))

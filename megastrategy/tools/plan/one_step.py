@@ -98,7 +98,8 @@ class OneStep:
     """
 
     def __init__(self, live: LiveBytes, dp_size: int) -> None:
-        self.live, self._dp_size = live, dp_size
+        self.live = live
+        self._dp_size = dp_size
         self.shares_models = False
         """Returns whether a model has fewer data-parallel ranks than there are: others have parts of it."""
         self._models: dict[int, DistributedDataParallel] = {}  # by number, those that the script has not closed
@@ -184,7 +185,8 @@ class OneStep:
         wrapper.close = close_when_measured  # type: ignore[method-assign,assignment]
 
     def _hear(self, number: int, event: Event) -> None:
-        model, live = self._models[number], self.live
+        model = self._models[number]
+        live = self.live
         # A forward without gradients is an evaluation: its memory is another question.
         if event.kind is EventKind.BACKWARD_START or (event.kind is EventKind.FORWARD_START and event.index):
             if not self._begun:
@@ -224,7 +226,8 @@ class OneStep:
         for optimizer in self._optimizers.values():
             live.keep(_state_of(optimizer))
         live.stop()
-        outside, begin = 0, 0
+        outside = 0
+        begin = 0
         for start, end in [*self._steps, (live.position(), live.position())]:
             outside = max(outside, live.peak_bytes(begin, start))
             begin = end
@@ -269,7 +272,8 @@ class OneStep:
                 missing += [(number, index, kind, known) for index in indices if index not in kept]
                 if known is not None:
                     of_class[kind] = max(known, of_class.get(kind, 0))
-        unknown, added = [], {number: dict(model.num_kept) for number, model in models.items()}
+        unknown = []
+        added = {number: dict(model.num_kept) for number, model in models.items()}
         for number, index, kind, known in missing:
             found = of_class.get(kind) if known is None else known
             if found is None:
@@ -281,7 +285,8 @@ class OneStep:
         return tuple(unknown)
 
     def _plan(self, number: int) -> ModelPlan:
-        model, layout = self._models[number], self._layouts[number]
+        model = self._models[number]
+        layout = self._layouts[number]
         engine = model.engine
         module = engine.module
         frozen = {id(p): local_tensor(p).nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
@@ -410,7 +415,8 @@ def pretend_ranks(dp_size: int) -> None:
     # It registers the backend with torch.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401
 
-    init, new = dist.init_process_group, dist.new_group
+    init = dist.init_process_group
+    new = dist.new_group
 
     @functools.wraps(init)
     def init_fake(*_: Any, **__: Any) -> None:
@@ -421,7 +427,8 @@ def pretend_ranks(dp_size: int) -> None:
         return new(ranks, backend="fake")
 
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group, module.new_group = init_fake, new_fake  # type: ignore[attr-defined]
+        module.init_process_group = init_fake  # type: ignore[attr-defined]
+        module.new_group = new_fake  # type: ignore[attr-defined]
     if not torch.accelerator.is_available():
         # As accelerate launch --cpu says it. Accelerate would otherwise look for GPUs, find none, and make no groups.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")

@@ -79,7 +79,8 @@ def plan(
     """
     if objective not in ("time", "waste"):
         raise ValueError(f"objective={objective!r}: expected 'time' or 'waste'")
-    if wrong := [device for device in devices if not isinstance(device, Card)]:
+    wrong = [device for device in devices if not isinstance(device, Card)]
+    if wrong:
         raise ValueError(f"devices has {wrong[0]!r}: expected cards, such as parse_cards('3090:2,2080ti:1')")
     if schedule == "1f1b" and 0 < microbatches < len(devices):
         raise ValueError(
@@ -93,7 +94,8 @@ def plan(
 
 def _of_split(question: Question, split: Sequence[int]) -> Plan:
     """The plan of a given cut, beside the best one."""
-    num_layers, num_cards = len(question.layers), len(question.cards)
+    num_layers = len(question.layers)
+    num_cards = len(question.cards)
     said = "-".join(map(str, split))
     if sum(split) != num_layers or min(split, default=0) < 1:
         raise ValueError(f"the split {said} has {sum(split)} layers: expected {num_layers}, at least one a stage")
@@ -135,7 +137,8 @@ def _plan(question: Question, found: Candidate, why: str) -> Plan:
 
 
 def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
-    m, num_cards = question.num_microbatches, len(found.order)
+    m = question.num_microbatches
+    num_cards = len(found.order)
     stages = stage_times(question, found.order, found.split)
     # torch's 1F1B takes no fewer microbatches than stages.
     times = {
@@ -152,7 +155,8 @@ def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
 
 def plan_of(question: Question, objective: Objective) -> Plan:
     """The plan for layers that were measured. Raises NothingFitsError if no partition fits."""
-    (fastest, unsure), (fullest, unsure_of_waste) = _search(question, "time"), _search(question, "waste")
+    fastest, unsure = _search(question, "time")
+    fullest, unsure_of_waste = _search(question, "waste")
     if fastest is None or fullest is None:
         largest = max(question.layers, key=lambda layer: layer.fixed_bytes + layer.saved_bytes)
         memory = sum(card.memory_bytes for card in question.cards)

@@ -8,7 +8,11 @@ from pathlib import Path
 from .cards import Card
 from .partitions import Plan
 
-_FORWARD, _BACKWARD, _MEMORY, _TOO_MUCH, _CAPACITY = "#7fb3d5", "#2e6da4", "#58a55c", "#c62828", "#e6e6e6"
+_FORWARD = "#7fb3d5"
+_BACKWARD = "#2e6da4"
+_MEMORY = "#58a55c"
+_TOO_MUCH = "#c62828"
+_CAPACITY = "#e6e6e6"
 _MOST_NUMBERED = 16
 """Microbatches of more than that would have no room for their numbers."""
 

@@ -44,7 +44,8 @@ def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[
             yield f"on {step.dp_size:,} rank(s): {advice(step, device_bytes)}"
     # Ranks differ: trial steps show what an optimizer of shards keeps, before its first step.
     for step in steps:
-        if unknown := step.unknown:
+        unknown = step.unknown
+        if unknown:
             yield (
                 f"on {step.dp_size:,} rank(s), not counted: the optimizer state of {len(unknown)} parameter(s) "
                 f"({unknown[0]}, ...), whose optimizer has made no step until another's was complete. Let it step in "

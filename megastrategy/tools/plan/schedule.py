@@ -118,7 +118,8 @@ def timeline(
     orders = actions(schedule, num_cards, len(stages), num_microbatches)
     ended: dict[Action, float] = {}
     spans: list[Span] = []
-    now, place = [0.0] * num_cards, [0] * num_cards
+    now = [0.0] * num_cards
+    place = [0] * num_cards
     left = sum(map(len, orders))
     while left:
         before = left

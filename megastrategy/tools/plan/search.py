@@ -164,7 +164,8 @@ def stage_times(question: Question, order: Sequence[Card], split: Sequence[int])
     stages = []
     for card, start, end in zip(order, [0, *itertools.accumulate(split)], itertools.accumulate(split), strict=False):
         layers = question.layers[start:end]
-        forward, backward = sum(x.forward_flops for x in layers), sum(x.backward_flops for x in layers)
+        forward = sum(x.forward_flops for x in layers)
+        backward = sum(x.backward_flops for x in layers)
         stages.append(StageTimes(forward / card.flops * 1e3, backward / card.flops * 1e3))
     return stages
 
@@ -179,7 +180,8 @@ def _weight(card: Card) -> float:
 
 
 def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end: int) -> int:
-    m, ahead = question.num_microbatches, num_in_flight(question.schedule, stage, num_stages, question.num_microbatches)
+    m = question.num_microbatches
+    ahead = num_in_flight(question.schedule, stage, num_stages, question.num_microbatches)
     held = next(itertools.islice(question.stages_from(start), end - start - 1, None))
     fixed = sum(layer.fixed_bytes for layer in question.layers[start:end])
     return fixed + held.peak(ahead, m, alternates=ahead < m)
@@ -316,7 +318,10 @@ class _Grown:
     def __init__(
         self, question: Question, tables: _Tables, order: Sequence[Card], objective: Objective, most: int | None
     ) -> None:
-        self._question, self._tables, self._order, self._objective = question, tables, order, objective
+        self._question = question
+        self._tables = tables
+        self._order = order
+        self._objective = objective
         self._most = most
 
     def splits(self, best: Candidate | None) -> Iterator[tuple[int, ...]]:
@@ -327,7 +332,8 @@ class _Grown:
         grown = _Partial(torch.zeros(1, 1, dtype=torch.int64), empty, empty, *torch.zeros(2, 1, dtype=torch.float64))
         for stage in range(len(self._order)):
             # In pieces: hardly anything of a piece may stay.
-            kept, num_kept = [], 0
+            kept = []
+            num_kept = 0
             for piece in grown.pieces(max(1, MOST_PARTIAL // len(self._question.layers))):
                 kept.append(self._next(piece, stage, limit))
                 num_kept += len(kept[-1].bound)
@@ -346,7 +352,8 @@ class _Grown:
         rows, ends = self._next_ends(grown.starts[:, -1], stage)
         begin = grown.starts[rows, -1]
         peak = self._peaks(stage, begin, ends)
-        card, tables = self._order[stage], self._tables
+        card = self._order[stage]
+        tables = self._tables
         waste = grown.waste[rows] + _weight(card) * (1 - peak / card.memory_bytes)
         own_forward = (tables.forward[ends] - tables.forward[begin]) / card.flops * 1e3
         own_work = own_forward + (tables.backward[ends] - tables.backward[begin]) / card.flops * 1e3
@@ -370,7 +377,8 @@ class _Grown:
 
     def _next_ends(self, begin: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """The rows that go on, each once for every end of its next stage, and the ends."""
-        num_layers, left = len(self._question.layers), len(self._order) - stage - 1
+        num_layers = len(self._question.layers)
+        left = len(self._order) - stage - 1
         if not left:
             return torch.arange(len(begin)), torch.full_like(begin, num_layers)
         # As many cuts behind it as stages still need.
@@ -379,7 +387,8 @@ class _Grown:
         return rows, cuts[columns]
 
     def _peaks(self, stage: int, begin: Tensor, ends: Tensor) -> Tensor:
-        tables, m = self._tables, self._question.num_microbatches
+        tables = self._tables
+        m = self._question.num_microbatches
         ahead = num_in_flight(self._question.schedule, stage, len(self._order), m)
         received, waiting, working, on_their_way = (table[begin, ends] for table in tables.held)
         others = (ahead - 1) * waiting + (ahead < m) * on_their_way
@@ -388,20 +397,26 @@ class _Grown:
     def _waste_bound(self, waste: Tensor, ends: Tensor, stage: int) -> Tensor:
         """The least T of these stages and those to come: no card is fuller than it may be, and all that is left takes
         no more than with the most microbatches ahead, and the largest of what else stages hold."""
-        question, tables, rest = self._question, self._tables, self._order[stage + 1 :]
+        question = self._question
+        tables = self._tables
+        rest = self._order[stage + 1 :]
         if not rest:
             return waste
         m = question.num_microbatches
         ahead = num_in_flight(question.schedule, stage + 1, len(self._order), m)
-        fixed, saved = tables.fixed[-1] - tables.fixed[ends], tables.saved[-1] - tables.saved[ends]
+        fixed = tables.fixed[-1] - tables.fixed[ends]
+        saved = tables.saved[-1] - tables.saved[ends]
         of_each = tables.most_beyond[ends] + m * tables.most_received + ahead * tables.most_sent
         nbytes = fixed + ahead * saved + len(rest) * of_each
         emptied = sum(map(_weight, rest)) - max(_weight(card) / card.memory_bytes for card in rest) * nbytes
         return waste + emptied.clamp_min(sum(map(_weight, rest)) * question.slack)
 
     def _bound(self, forward: Tensor, work: Tensor, ends: Tensor) -> Tensor:
-        question, tables, num_stages = self._question, self._tables, len(self._order)
-        m, known = question.num_microbatches, work.shape[1]
+        question = self._question
+        tables = self._tables
+        num_stages = len(self._order)
+        m = question.num_microbatches
+        known = work.shape[1]
         rest = torch.zeros_like(ends, dtype=torch.float64)
         if known < num_stages:
             fastest = max(card.flops for card in self._order[known:])

@@ -86,7 +86,9 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
         start: the first of the stage.
         keeps_sent: whether all that is sent stays until the end of the step, as under GPipe.
     """
-    first, saved, forward = layers[start], 0, 0
+    first = layers[start]
+    saved = 0
+    forward = 0
     sent_back = first.input_bytes if start and first.input_needs_grad else 0
     inner = 0  # backwards of layers whose output is not the stage's
     # Layers whose output shares the stage's output memory: without it, with it, and with layers behind that pass its
@@ -94,13 +96,18 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
     beside = shared = passed = 0
     is_received = True  # whether the next layer's input is where the stage received it
     for number in range(start, len(layers)):
-        layer, is_end = layers[number], number == len(layers) - 1
+        layer = layers[number]
+        is_end = number == len(layers) - 1
         # The input is alive in the layer's forward, in any memory.
         is_there = is_received or layers[number - 1].saves_output
         forward = max(forward, saved + (0 if is_there else layer.input_bytes) + layer.forward_peak_bytes)
         saved += layer.saved_bytes - (layer.saved_input_bytes if is_received else 0)
         if not layer.returns_input:
-            inner, beside, shared, passed, is_received = max(inner, beside), 0, 0, 0, False
+            inner = max(inner, beside)
+            beside = 0
+            shared = 0
+            passed = 0
+            is_received = False
         elif not layer.passes_grad:
             passed = shared
         has_backward = bool(layer.backward_flops or layer.backward_peak_bytes or layer.inner_peak_bytes)
@@ -122,5 +129,6 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
         )
         if has_backward:
             own = saved + layer.inner_peak_bytes
-            beside, shared = max(beside, own), max(shared, own + loose)
+            beside = max(beside, own)
+            shared = max(shared, own + loose)
             passed = max(passed, saved + layer.backward_peak_bytes + loose)
