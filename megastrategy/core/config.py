@@ -20,20 +20,24 @@ class DistributedDataParallelConfig:
     of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
     three buckets have an eighth, a quarter and a half of that. Why these: build's [Note: default bucket size].
     ``megastrategy tune`` times whole steps with several sizes, and prints the number to set. On more than two ranks the
-    order of sums follows the buckets, so runs with different sizes are not equal to the bit."""
+    order of sums follows the buckets, so runs with different sizes are not equal to the bit. Megatron-core's
+    ``bucket_size``."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
-    dtype (2 bytes). On by default: sums in bf16 lose small gradients, the more so with more ranks and microbatches."""
+    dtype (2 bytes). On by default: sums in bf16 lose small gradients, the more so with more ranks and microbatches.
+    Megatron-core's ``grad_reduce_in_fp32``."""
 
     overlap_grad_reduce: bool = True
     """Launch a bucket's reduction as soon as its last gradient has arrived, while backward continues; off: all of them
     at the end of backward, in the same order and with the same result. If a model runs in a different order than it is
-    registered, the first synchronised backward ends with one move to buckets in the order that was observed."""
+    registered, the first synchronised backward ends with one move to buckets in the order that was observed.
+    Megatron-core's ``overlap_grad_reduce``."""
 
     use_distributed_optimizer: bool = True
     """Reduce-scatter the gradients and shard the optimizer over the ranks; off: all-reduce, and every rank steps the
-    whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``)."""
+    whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``).
+    Megatron-core's ``use_distributed_optimizer``."""
 
     num_distributed_optimizer_instances: int = 1
     """The number of complete copies of the sharded optimizer, each over consecutive ranks (a node's, for example); it
@@ -41,38 +45,42 @@ class DistributedDataParallelConfig:
     instances; new weights are gathered inside an instance. An instance of s = d/n ranks keeps 8/s bytes of Adam's state
     a parameter on a rank instead of 8/d (12/s with main params), and the links between nodes carry 8(n - 1)/d bytes a
     parameter a step and no gather. As many instances as ranks shard nothing: that is an all-reduce. With
-    ``reduce_scatter_with_fp32_accumulation`` gradients have 16 bits inside an instance, and are fp32 sums between."""
+    ``reduce_scatter_with_fp32_accumulation`` gradients have 16 bits inside an instance, and are fp32 sums between.
+    Megatron-core's ``num_distributed_optimizer_instances``."""
 
     overlap_param_gather: bool = False
     """Gather updated parameters under the next forward (only with ``use_distributed_optimizer``): ``step()`` returns at
     once, and the first read of a parameter, by its module's forward or other code, waits for it.
     ``DistributedDataParallel.finish_param_gather`` says which reads cannot wait by themselves. Off: ``step()`` gathers
-    them after its one call of the optimizer, and returns when all have arrived."""
+    them after its one call of the optimizer, and returns when all have arrived. Megatron-core's
+    ``overlap_param_gather``."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send 16-bit gradients and sum them in fp32, in the order of the ranks, into an fp32 tensor for this rank's shard:
     half the bytes of ``grad_reduce_in_fp32`` on the wire, and the same sum for gradients that come in 16 bits (one
     microbatch a step). Costs 4/d bytes a parameter. Needs ``grad_reduce_in_fp32=False`` and the distributed optimizer;
-    fp32 gradients are sent as always."""
+    fp32 gradients are sent as always. Megatron-core's ``reduce_scatter_with_fp32_accumulation``."""
 
     grad_wire_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype in which gradients of more than 16 bits are sent. Each rank rounds its gradients once, when their
     bucket is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes
     of fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, overflows above 65,504 and rounds values
     below 3e-8 to zero. Costs 4/d bytes a parameter for the sums. Gradients of 16 bits are sent as they are. Needs
-    ``use_distributed_optimizer``; of no effect on one rank."""
+    ``use_distributed_optimizer``; of no effect on one rank. torch DDP's ``fp16_compress_hook`` and
+    ``bf16_compress_hook``."""
 
     offload_optimizer_states: bool = False
     """Keep an optimizer's per-element state in pinned host memory between steps: 8/d bytes a parameter less on the
     device for Adam, and the same training to the bit. In a step it is copied to the device a slice of the shards at a
     time, while the previous slice is stepped and the one before that is copied back. A step then takes the time that
     the link to the host needs for these bytes. The state of parameters that are stepped whole (Muon, LAMB) stays on the
-    device. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+    device. Needs ``use_distributed_optimizer``; of no effect on one rank. ZeRO-Offload's optimizer states."""
 
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd
     and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
-    ``overlap_grad_reduce=False``). Saves no memory while training; for code that needs autograd's own ``.grad``."""
+    ``overlap_grad_reduce=False``). Saves no memory while training; for code that needs autograd's own ``.grad``.
+    Megatron-LM's ``use_contiguous_buffers_in_local_ddp``."""
 
     grad_buffer: Literal["contiguous", "pooled"] = "contiguous"
     """The memory of gradients. ``"contiguous"``: persistent buffers as large as the model, where they accumulate on
@@ -81,24 +89,27 @@ class DistributedDataParallelConfig:
     shard. With 16-bit weights 2 + 16/d bytes a parameter instead of 6 + 12/d, and a few buckets while backward runs.
     The price: every backward is reduced, under ``no_sync`` too, so n microbatches a step send n times the bytes, and a
     rank's own gradient is never available. Needs ``use_distributed_optimizer`` and ``use_contiguous_buffers``; on one
-    rank, where nothing is scattered, it is ``"contiguous"``."""
+    rank, where nothing is scattered, it is ``"contiguous"``. The bucket pool of the Megatron-LLaMA study."""
 
     broadcast_buffers: bool = True
-    """Broadcast rank 0's module buffers (BatchNorm statistics) before each synchronised forward, as torch DDP does."""
+    """Broadcast rank 0's module buffers (BatchNorm statistics) before each synchronised forward, as torch DDP does.
+    torch DDP's ``broadcast_buffers``."""
 
     find_unused_parameters: bool = True
     """Agree after each synchronised backward on the parameters that any rank used, one byte a parameter, so that
-    parameters unused on some or all ranks get the same gradients as in torch DDP. The graph is not searched, so
-    the cost does not depend on it. Off: every parameter must receive a gradient in every synchronised backward, or
-    an error names it."""
+    parameters unused on some or all ranks get the same gradients as in torch DDP. The graph is not searched, so the
+    cost does not depend on it. Off: every parameter must receive a gradient in every synchronised backward, or an error
+    names it. torch DDP's ``find_unused_parameters``."""
 
     static_graph: bool = False
-    """Declare that every synchronised backward uses the same parameters: ranks agree once, on the first."""
+    """Declare that every synchronised backward uses the same parameters: ranks agree once, on the first. torch DDP's
+    ``static_graph``."""
 
     check_for_nan_in_grad: bool = False
     """Check every bucket before it is sent: if it contains an infinite or NaN gradient on any rank, all ranks raise an
     error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one read of the device
-    at the end of backward. Not with a GradScaler, which causes infinite gradients on purpose."""
+    at the end of backward. Not with a GradScaler, which causes infinite gradients on purpose. Megatron-core's
+    ``check_for_nan_in_grad``."""
 
     def __post_init__(self) -> None:
         # Types first: the later checks compare and add, and would fail with Python's message instead of the field's.
@@ -107,85 +118,56 @@ class DistributedDataParallelConfig:
         _check_contradictions(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Contradiction:
-    """Two options that exclude each other: ``option`` with a value other than its default, and ``other`` with
-    ``value``."""
-
-    option: str
-    other: str
-    value: bool
-    why: str
-    """The reason, and the value to pass instead."""
-
-
-_NO_SHARDS = "use_distributed_optimizer", False
-_NO_OWNER = (
-    "an all-reduce has no owner that sums what was rounded once, or that keeps exact weights. Pass one of the two"
-)
-_WHOLE_STATE = "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two"
-_SHARDED_SUMS = "pooled gradients are summed in the shards of the distributed optimizer"
-_FLATTENED = "without persistent buffers gradients are flattened and all-reduced after backward"
-CONTRADICTIONS = (
-    Contradiction(
-        "num_distributed_optimizer_instances",
-        *_NO_SHARDS,
-        "with an all-reduce every rank has a whole optimizer already. Pass one of the two",
-    ),
-    Contradiction(
-        "grad_buffer",
-        *_NO_SHARDS,
-        f"{_SHARDED_SUMS}. Leave use_distributed_optimizer on, or grad_buffer='contiguous'",
-    ),
-    Contradiction(
-        "grad_buffer",
-        "use_contiguous_buffers",
-        False,
-        f"{_SHARDED_SUMS}. Leave use_contiguous_buffers on, or grad_buffer='contiguous'",
-    ),
-    Contradiction(
-        "use_contiguous_buffers",
-        "use_distributed_optimizer",
-        True,
-        f"{_FLATTENED}. Pass use_distributed_optimizer=False as well, or leave use_contiguous_buffers on",
-    ),
-    Contradiction(
-        "use_contiguous_buffers",
-        "overlap_grad_reduce",
-        True,
-        f"{_FLATTENED}. Pass overlap_grad_reduce=False as well, or leave use_contiguous_buffers on",
-    ),
-    Contradiction(
-        "reduce_scatter_with_fp32_accumulation",
-        "grad_reduce_in_fp32",
-        True,
-        "gradients are sent as fp32 already. Pass grad_reduce_in_fp32=False as well",
-    ),
-    Contradiction(
-        "reduce_scatter_with_fp32_accumulation",
-        *_NO_SHARDS,
-        "an all-reduce has no shard to sum into. Pass one of the two",
-    ),
-    Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
-    Contradiction("offload_optimizer_states", *_NO_SHARDS, _WHOLE_STATE),
-    Contradiction(
-        "static_graph",
-        "find_unused_parameters",
-        False,
-        "a static graph agrees once on the used parameters, the other promises that there is nothing to agree on. Pass "
-        "one of the two",
-    ),
-)
-"""Pairs of options that exclude each other. The first violated pair is reported."""
-
-
 SHARD_OPTIONS = (
     "reduce_scatter_with_fp32_accumulation",
     "grad_buffer",
     "grad_wire_dtype",
     "offload_optimizer_states",
 )
-"""The options without a meaning if an instance is one rank, which shards nothing."""
+"""The options without a meaning where nothing is sharded: with an all-reduce, and in an instance of one rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """Options that exclude another: each of ``options`` with a value other than its default, and ``other`` with
+    ``value``."""
+
+    options: tuple[str, ...]
+    other: str
+    value: bool
+    why: str
+    """The reason, and the value to pass instead."""
+
+
+_FLATTENED = "without persistent buffers gradients are flattened and all-reduced after backward"
+CONTRADICTIONS = (
+    Contradiction(
+        ("num_distributed_optimizer_instances", *SHARD_OPTIONS),
+        "use_distributed_optimizer",
+        False,
+        "it needs the shards of the distributed optimizer, and with an all-reduce every rank has whole gradients and "
+        "state. Pass one of the two",
+    ),
+    Contradiction(
+        ("use_contiguous_buffers",),
+        "use_distributed_optimizer",
+        True,
+        f"{_FLATTENED}. Pass use_distributed_optimizer=False as well, or leave use_contiguous_buffers on",
+    ),
+    Contradiction(
+        ("use_contiguous_buffers",),
+        "overlap_grad_reduce",
+        True,
+        f"{_FLATTENED}. Pass overlap_grad_reduce=False as well, or leave use_contiguous_buffers on",
+    ),
+    Contradiction(
+        ("reduce_scatter_with_fp32_accumulation",),
+        "grad_reduce_in_fp32",
+        True,
+        "gradients are sent as fp32 already. Pass grad_reduce_in_fp32=False as well",
+    ),
+)
+"""Options that exclude each other. The first violated row is reported."""
 
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -230,10 +212,11 @@ def _is_positive_number(value: object) -> bool:
 
 def _check_contradictions(config: DistributedDataParallelConfig) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for found in CONTRADICTIONS:
-        value = getattr(config, found.option)
-        if value != defaults[found.option] and getattr(config, found.other) == found.value:
-            raise ValueError(f"{found.option}={value!r} contradicts {found.other}={found.value}: {found.why}")
+    for row in CONTRADICTIONS:
+        for option in row.options:
+            value = getattr(config, option)
+            if value != defaults[option] and getattr(config, row.other) == row.value:
+                raise ValueError(f"{option}={value!r} contradicts {row.other}={row.value}: {row.why}")
 
 
 def check_expert_options(config: DistributedDataParallelConfig, option: str) -> None:

@@ -128,9 +128,6 @@ def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = 
         if chosen.get("bucket_size") is not None:
             raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
         chosen["bucket_size"] = _bucket_size_from_mib(cap)
-    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
-        # torch DDP's default, passed with static_graph=True: there the pair means just static_graph.
-        del chosen["find_unused_parameters"]
     return DistributedDataParallelConfig(**chosen)
 
 

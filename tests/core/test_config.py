@@ -13,6 +13,7 @@ from megastrategy import DistributedDataParallelConfig
 from megastrategy.core import describe_translation
 from megastrategy.core.config import CONTRADICTIONS, Contradiction, field_names
 from megastrategy.core.torch_ddp_surface import config_from_arguments
+from tests.docs.options import field_docstrings
 from tests.support.switches import MAY_CONTRADICT, is_allowed, product
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
@@ -66,11 +67,9 @@ def test_gradients_have_one_of_two_places(value: object) -> None:
 
 
 def test_contradictions_name_both_fields_and_the_remedy() -> None:
-    with pytest.raises(
-        ValueError, match=r"grad_buffer='pooled' contradicts use_distributed_optimizer=False.*Leave use"
-    ):
+    with pytest.raises(ValueError, match=r"grad_buffer='pooled' contradicts use_distributed_optimizer=False.*Pass one"):
         DistributedDataParallelConfig(grad_buffer="pooled", use_distributed_optimizer=False)
-    with pytest.raises(ValueError, match=r"grad_buffer='pooled' contradicts use_contiguous_buffers=False.*Leave use"):
+    with pytest.raises(ValueError, match=r"use_contiguous_buffers=False contradicts use_distributed_optimizer=True"):
         DistributedDataParallelConfig(grad_buffer="pooled", use_contiguous_buffers=False)
     with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*use_distributed_optimizer=False"):
         DistributedDataParallelConfig(use_contiguous_buffers=False)
@@ -84,22 +83,31 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         )
     with pytest.raises(ValueError, match=r"optimizer_instances=2 contradicts use_distributed_optimizer=False"):
         DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
-    with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
-        DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
 
 
-@pytest.mark.parametrize("pair", CONTRADICTIONS, ids=lambda pair: f"{pair.option}-{pair.other}")
-def test_no_row_of_switches_has_a_contradiction(pair: Contradiction) -> None:
+@pytest.mark.parametrize(
+    ("option", "row"),
+    [(option, row) for row in CONTRADICTIONS for option in row.options],
+    ids=lambda value: value if isinstance(value, str) else value.other,
+)
+def test_no_row_of_switches_has_a_contradiction(option: str, row: Contradiction) -> None:
     """Every pair that can be chosen is trained with in properties/test_every_pair_of_switches.py, and no other."""
-    default = getattr(DistributedDataParallelConfig(), pair.option)
-    touching = [known for known in CONTRADICTIONS if {known.option, known.other} & {pair.option, pair.other}]
-    named = {name for known in touching for name in (known.option, known.other)} | {"dtype", "grad_reduce_in_fp32"}
-    choices = {name: MAY_CONTRADICT[name] for name in named}
-    rows = [values for values in product(choices) if values[pair.other] == pair.value]
-    contradict = [values for values in rows if values[pair.option] != default]
+    default = getattr(DistributedDataParallelConfig(), option)
+    rows = [values for values in product(MAY_CONTRADICT) if values[row.other] == row.value]
+    contradict = [values for values in rows if values[option] != default]
     assert contradict
     assert not any(map(is_allowed, contradict))
-    assert any(is_allowed(values) for values in rows if values[pair.option] == default)
+    assert any(is_allowed(values) for values in rows if values[option] == default)
+
+
+def test_config_has_few_options_and_contradictions() -> None:
+    """Each has an anchor: Megatron-core's, FSDP2's, torch DDP's or ZeRO-Offload's name, or a source study."""
+    assert len(field_names()) <= 15
+    assert len(CONTRADICTIONS) <= 5
+    anchors = ("Megatron-core's", "Megatron-LM's", "torch DDP's", "FSDP2's", "ZeRO-Offload's", "Megatron-LLaMA study")
+    for name, text in field_docstrings().items():
+        last = text.rstrip(".").rpartition(". ")[2]
+        assert any(anchor in last for anchor in anchors), f"{name} ends with {last!r}"
 
 
 def test_torch_ddp_arguments_have_a_meaning_here() -> None:
@@ -117,7 +125,7 @@ def test_torch_ddp_arguments_have_a_meaning_here() -> None:
     assert not config_from_arguments({"broadcast_buffers": True, "forward_sync_buffers": False}).broadcast_buffers
     assert config_from_arguments({"forward_sync_buffers": None}) == DistributedDataParallelConfig()
     static = config_from_arguments({"static_graph": True, "find_unused_parameters": False})
-    assert static == DistributedDataParallelConfig(static_graph=True)
+    assert static == DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
 
 
 def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:

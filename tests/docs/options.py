@@ -34,7 +34,7 @@ refused, and so are options that contradict each other:
 from megastrategy import DistributedDataParallelConfig
 
 try:
-    DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
+    DistributedDataParallelConfig(grad_buffer="pooled", use_distributed_optimizer=False)
 except ValueError as error:
     print(str(error).partition(":")[0])
 ```
@@ -42,7 +42,7 @@ except ValueError as error:
 prints
 
 ```text
-static_graph=True contradicts find_unused_parameters=False
+grad_buffer='pooled' contradicts use_distributed_optimizer=False
 ```
 
 In what follows d is the number of ranks.

@@ -188,8 +188,8 @@ def _allowed_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _contradict(option: str, chosen: Any, other: str, value: Any) -> bool:
-    known = [found for found in CONTRADICTIONS if (found.option, found.other) == (option, other)]
-    return any(chosen != _DEFAULTS[option] and value == found.value for found in known)
+    known = [row for row in CONTRADICTIONS if option in row.options and row.other == other]
+    return any(chosen != _DEFAULTS[option] and value == row.value for row in known)
 
 
 def _within(values: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:

@@ -60,7 +60,8 @@ class UsedParams:
     @property
     def are_exchanged(self) -> bool:
         """Whether a synchronised backward ends with an exchange of the used parameters between ranks."""
-        return self._config.find_unused_parameters and self.of_static_graph is None
+        agrees = self._config.find_unused_parameters or self._config.static_graph
+        return agrees and self.of_static_graph is None
 
     def unreduced(self, buffers: GradBuffers) -> list[bool]:
         """Returns by parameter whether this rank has a gradient that was not reduced yet."""
@@ -79,7 +80,7 @@ class UsedParams:
         if self.of_static_graph is not None:
             changed = [i for i, used in enumerate(has_grad) if used != self._static_here[i]]
             promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
-        elif not self._config.find_unused_parameters:
+        elif not (self._config.find_unused_parameters or self._config.static_graph):
             changed = [i for i, used in enumerate(has_grad) if not used and buffers.params[i].requires_grad]
             promise = "find_unused_parameters=False: every parameter must be used"
         else:

@@ -92,7 +92,6 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
         ("reduce_scatter_with_fp32_accumulation", True, "use_distributed_optimizer", False),
         ("reduce_scatter_with_fp32_accumulation", True, "use_contiguous_buffers", False),
-        ("find_unused_parameters", False, "static_graph", True),
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
     }

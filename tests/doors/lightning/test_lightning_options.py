@@ -42,7 +42,10 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
         ({"find_unused_parameters": True}, {"find_unused_parameters": True}),
         ({"find_unused_parameters": False}, {"find_unused_parameters": False}),
         ({"static_graph": True}, {"static_graph": True}),
-        ({"static_graph": True, "find_unused_parameters": False}, {"static_graph": True}),
+        (
+            {"static_graph": True, "find_unused_parameters": False},
+            {"static_graph": True, "find_unused_parameters": False},
+        ),
         ({"broadcast_buffers": False}, {"broadcast_buffers": False}),
         ({"gradient_as_bucket_view": True}, {}),
         ({"gradient_as_bucket_view": False}, {}),
