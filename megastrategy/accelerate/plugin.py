@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from .._checkpoints.directories import check_state_dict_type
-from ..core import DistributedDataParallelConfig, Replicas, check_expert_options, config_from_arguments
+from ..core import (
+    DistributedDataParallelConfig,
+    Replicas,
+    check_expert_options,
+    config_from_arguments,
+    refuses_unknown_options,
+)
 
 if TYPE_CHECKING:
     ConfigFields = DistributedDataParallelConfig
@@ -25,13 +31,14 @@ else:
     )
 
 
+@refuses_unknown_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MegatronDDPPlugin(ConfigFields):
     """Options for ``Accelerator(megatron_ddp_plugin=...)``: every field of
     :class:`~megastrategy.DistributedDataParallelConfig`, and those below.
 
     Raises:
-        ValueError: for a value that cannot be, with the field, the value and the remedy.
+        ValueError: for an unknown name, and for a value that cannot be, with the field, the value and the remedy.
     """
 
     bucket_cap_mb: float | None = None

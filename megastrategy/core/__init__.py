@@ -24,7 +24,7 @@ from .collectives import (
     private_group,
     subgroup,
 )
-from .config import DistributedDataParallelConfig, check_expert_options, field_names
+from .config import DistributedDataParallelConfig, check_expert_options, field_names, refuses_unknown_options
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
@@ -123,6 +123,7 @@ __all__ = [
     "norms_over_owners",
     "number_params",
     "private_group",
+    "refuses_unknown_options",
     "replace_meta",
     "scale_to_norm_",
     "subgroup",

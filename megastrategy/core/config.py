@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+_T = TypeVar("_T")
+
+_NARROW_STATE = "optimizer state and main params are fp32; grad_buffer='pooled' saves more memory"
+REMOVED = {
+    "optimizer_state_dtype": _NARROW_STATE,
+    "store_param_remainders": _NARROW_STATE,
+    "param_wire_dtype": "weights are sent in their own dtype; grad_wire_dtype='bf16' halves the bytes of gradients",
+    "average_in_collective": "each rank divides its gradients before the sum, as torch DDP does",
+    "pad_buckets_for_high_nccl_busbw": "buckets are aligned to 128 elements",
+    "check_replicas_every_n_steps": "call model.check_replicas() between steps",
+}
+"""Options of earlier versions, and what there is instead."""
+REMOVED_VALUES = {
+    ("grad_wire_dtype", "int8"): "'bf16' or 'fp16'",
+    ("overlap_param_gather", "step"): "False, the default: step() gathers the new weights",
+    ("overlap_param_gather", "forward"): "True",
+}
+"""Values of earlier versions, and what to write instead."""
 
 
+def refuse_unknown_option(name: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a name that is no option, with the nearest of ``known``, or what a removed one became."""
+    if name in REMOVED:
+        raise ValueError(f"the option {name!r} was removed: leave it out; {REMOVED[name]}")
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, names, n=1)
+    # The whole list after one near name would hide it.
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    raise ValueError(f"unknown argument {name!r}: {hint}")
+
+
+def refuses_unknown_options(cls: type[_T]) -> type[_T]:
+    """Decorates a dataclass of options, whose own error for an unknown name would not say what to write."""
+    initialise: Any = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807 - it becomes the method
+        for name in options:
+            if name not in names:
+                refuse_unknown_option(name, names)
+        initialise(self, *arguments, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@refuses_unknown_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedDataParallelConfig:
     """Options of :class:`~megastrategy.DistributedDataParallel`, under Megatron-LM's names.
 
     Raises:
-        ValueError: for a value of the wrong type, out of range, or in contradiction to another field; the message names
-            the field, the value and the remedy.
+        ValueError: for an unknown name, and for a value of the wrong type, out of range, or in contradiction to another
+            field; the message names the field, the value and the remedy.
     """
 
     bucket_size: int | None = None
@@ -180,6 +230,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 def _check_values(config: DistributedDataParallelConfig) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if isinstance(value, str) and (field.name, value) in REMOVED_VALUES:
+            raise ValueError(f"{field.name}={value!r} was removed: write {REMOVED_VALUES[field.name, value]}")
         if field.name in _CHOICES:
             if value not in _CHOICES[field.name]:
                 *others, last = map(repr, _CHOICES[field.name])

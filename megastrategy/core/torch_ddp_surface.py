@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 
-from .config import DistributedDataParallelConfig, field_names
+from .config import DistributedDataParallelConfig, field_names, refuse_unknown_option
 
 _MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _WIRE_DTYPES: Mapping[str, str | None] = {
@@ -149,11 +148,7 @@ def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str,
                 continue  # torch's default
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
         elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
-            names = list(dict.fromkeys([*known, *beside]))
-            near = difflib.get_close_matches(name, names, n=1)
-            # The whole list after one near name would hide it.
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            raise ValueError(f"unknown argument {name!r}: {hint}")
+            refuse_unknown_option(name, [*known, *beside])
     return chosen
 
 

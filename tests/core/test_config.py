@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from collections.abc import Callable
 
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core import describe_translation
-from megastrategy.core.config import CONTRADICTIONS, Contradiction, field_names
+from megastrategy.core.config import CONTRADICTIONS, REMOVED, REMOVED_VALUES, Contradiction, field_names
 from megastrategy.core.torch_ddp_surface import config_from_arguments
 from tests.docs.options import field_docstrings
 from tests.support.switches import MAY_CONTRADICT, is_allowed, product
@@ -32,6 +34,28 @@ def test_frozen_and_by_keyword_only() -> None:
         config.bucket_size = 8  # type: ignore[misc]
     with pytest.raises(TypeError):
         DistributedDataParallelConfig(7)  # type: ignore[misc]
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^unknown argument 'bucket_sze': did you mean 'bucket_size'\?$"):
+        DistributedDataParallelConfig(bucket_sze=1)  # type: ignore[call-arg]
+    signature = inspect.signature(DistributedDataParallelConfig)
+    assert tuple(signature.parameters) == field_names(), "as help() and editors show it"
+
+
+def make_config(options: dict[str, object]) -> object:
+    return DistributedDataParallelConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [make_config, config_from_arguments])
+def test_removed_options_name_their_replacement(make: Callable[[dict[str, object]], object]) -> None:
+    for name, instead in REMOVED.items():
+        assert name not in field_names()
+        with pytest.raises(ValueError, match=f"^the option '{name}' was removed: leave it out; {re.escape(instead)}$"):
+            make({name: True})
+    for (name, value), instead in REMOVED_VALUES.items():
+        with pytest.raises(ValueError, match=f"^{name}='{value}' was removed: write {re.escape(instead)}$"):
+            make({name: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "auto", True])

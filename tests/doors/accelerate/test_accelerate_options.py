@@ -42,6 +42,17 @@ def test_options(worlds: Worlds) -> None:
     worlds.run(look_at_options)
 
 
+def test_plugin_names_what_to_write() -> None:
+    from megastrategy.accelerate import MegatronDDPPlugin
+
+    with pytest.raises(ValueError, match=r"^unknown argument 'bucket_sze': did you mean 'bucket_size'\?$"):
+        MegatronDDPPlugin(bucket_sze=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"^the option 'store_param_remainders' was removed: leave it out"):
+        MegatronDDPPlugin(store_param_remainders=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"^grad_wire_dtype='int8' was removed: write 'bf16' or 'fp16'"):
+        MegatronDDPPlugin(grad_wire_dtype="int8")  # type: ignore[arg-type]
+
+
 def translated_hook(hook: str, wrapper: str, plugin: dict[str, Any]) -> tuple[str | None, list[str]]:
     """The dtype in which gradients are sent, and the lines about it."""
     import logging

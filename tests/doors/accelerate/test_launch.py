@@ -363,6 +363,14 @@ def test_every_option_can_be_set_in_the_environment() -> None:
         ("bucket_size: 3\nmegatron_ddp_config: {}", "bucket_size stands beside megatron_ddp_config:, and belongs"),
         ("megatron_ddp_config: 5", "megatron_ddp_config=5: expected options under it"),
         ("megatron_ddp_config: {3: 4}", "unknown argument '3'"),
+        (
+            "megatron_ddp_config: {store_param_remainders: true}",
+            "under megatron_ddp_config: the option 'store_param_remainders' was removed",
+        ),
+        (
+            "megatron_ddp_config: {overlap_param_gather: forward}",
+            "overlap_param_gather='forward' was removed: write",
+        ),
         ("megatron_ddp_config: {overlap_grad_reduced: 1}", "did you mean 'overlap_grad_reduce'?"),
         ("megatron_ddp_config: {state_dict_typ: full}", "did you mean 'state_dict_type'?"),
         ("megatron_ddp_config: {state_dict_type: shard}", "state_dict_type='shard'"),
@@ -388,6 +396,9 @@ def test_a_wrong_file_is_refused_with_its_name_in_one_line(tmp_path: Path, text:
     ("variable", "value", "message"),
     [
         ("BUCKT_SIZE", "3", "unknown argument 'buckt_size': did you mean 'bucket_size'?"),
+        ("PARAM_WIRE_DTYPE", "bf16", "the option 'param_wire_dtype' was removed: leave it out; weights are sent"),
+        ("OVERLAP_PARAM_GATHER", "step", "overlap_param_gather='step' was removed: write False"),
+        ("GRAD_WIRE_DTYPE", "int8", "grad_wire_dtype='int8' was removed: write 'bf16' or 'fp16'"),
         ("BUCKET_SIZE", "-3", "bucket_size=-3: expected a positive number"),
         ("BUCKET_SIZE", "", "bucket_size='': expected a positive number"),
         ("BUCKET_CAP_MB", "nan", "bucket_cap_mb=nan: expected a positive number of MiB"),

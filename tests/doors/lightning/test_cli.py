@@ -285,6 +285,10 @@ def test_an_argument_of_the_strategys_own_is_suggested_too(door: str, misspelt: 
             cls(**{misspelt: None})
     with pytest.raises(ValueError, match=r"^unknown argument 'zzz': known are bucket_size, .*, timeout"):
         strategy(zzz=1)
+    with pytest.raises(ValueError, match=r"^the option 'average_in_collective' was removed: leave it out"):
+        strategy(average_in_collective=True)
+    with pytest.raises(ValueError, match=r"^overlap_param_gather='forward' was removed: write True"):
+        strategy(overlap_param_gather="forward")
 
 
 def test_help_in_python_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
