@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import re
 from pathlib import Path
@@ -405,6 +406,35 @@ def test_large_tensors_take_no_memory_and_are_told_apart_by_shape_alone() -> Non
     assert live.peak_bytes() < grad.nbytes + 4 * y.nbytes + 2**20
     live.keep([grad])
     assert live.peak_bytes() < 5 * y.nbytes
+
+
+LARGE = """
+import sys, torch, torch.distributed as dist, megastrategy as m
+dist.init_process_group("gloo")
+with torch.device("meta"):
+    module = torch.nn.Linear(1024, int(sys.argv[1]), bias=False).bfloat16()
+model = m.DistributedDataParallel(module.to_empty(device="cpu"))
+optimizer = m.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.fresh
+def test_gradients_may_be_larger_than_memory(tmp_path: Path) -> None:
+    """One buffer has all of them in fp32, three times what this machine has."""
+    path = tmp_path / "script.py"
+    path.write_text(LARGE)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_rows = 3 * memory_bytes // 4096
+    [step] = measure_script(str(path), [str(num_rows)], [64], is_module=False)
+    assert not step.computes
+    assert step.num_computed == 0, "no page is read"
+    memory = rank_memory(step)
+    assert (memory.weight_bytes, memory.grad_bytes) == pytest.approx((2048 * num_rows, 4096 * num_rows), rel=1e-6)
+    assert memory.state_bytes == pytest.approx(2 * memory.grad_bytes / 64, rel=1e-4)
 
 
 def test_small_tensors_are_computed() -> None:

@@ -11,6 +11,7 @@ them. An operation whose shapes depend on values (``nonzero``) is carried out on
 from __future__ import annotations
 
 import mmap
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -23,6 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 LARGE_BYTES = 2**20
 """Ten times the largest tensor of an optimizer's trial, which has to be computed."""
+
+
+# Python names it from 3.13 on. Without it Linux refuses a mapping that is larger than its memory; the number is that of
+# x86 and Arm.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -129,15 +135,24 @@ class LiveBytes(TorchDispatchMode):
         # What has no tensor to read makes one, of any size; what has small ones alone makes a small one, or nearly.
         if tensors and not any(map(self._is_large, tensors)):
             return func(*args, **kwargs)
-        if any(tensor.device.type != "cpu" for tensor in tensors):
+        devices = {tensor.device.type for tensor in tensors}
+        if not devices <= {"cpu", "meta"}:
             return func(*args, **kwargs)
+        if func is torch.ops.aten.equal.default:
+            # To read all pages takes minutes and page tables, for zeros.
+            return args[0].shape == args[1].shape
         try:
             shapes, is_alias = self._shapes(func, args, kwargs)
         except Exception:  # noqa: BLE001 - FakeTensorMode has an error for each way in which values are needed
             self.num_computed += bool(tensors)
             return func(*args, **kwargs)
-        is_small = not tensors and not any(map(self._is_large, tree_leaves(shapes)))
-        return func(*args, **kwargs) if is_small or is_alias else self._stand_ins(func, args, kwargs, shapes)
+        results = tree_leaves(shapes)
+        is_small = not tensors and not any(map(self._is_large, results))
+        # Meta tensors need no memory, but to_empty() makes tensors of theirs that do.
+        stays_on_meta = "meta" in devices and not any(_is_on_cpu(result) for result in results)
+        if is_small or is_alias or stays_on_meta:
+            return func(*args, **kwargs)
+        return self._stand_ins(func, args, kwargs, shapes)
 
     def _is_large(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= LARGE_BYTES
@@ -198,9 +213,12 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 def _untouched(nbytes: int) -> mmap.mmap:
-    """Pages that the system promises nothing for, and gives when they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return mmap.mmap(-1, nbytes, flags=flags)
+    """Pages that the system reserves no memory for. They get memory when they are written."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"
 
 
 def _has_storage(leaf: Any) -> bool:
