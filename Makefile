@@ -69,6 +69,7 @@ nightly: lint docs  ## every case, scripts in interpreters of their own; then th
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
 	done; done
+	MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ENGINE) $(DOORS_PARITY) --odd-offsets $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

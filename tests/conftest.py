@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .support import chosen_collectives, shared_fork_server
+from .support import chosen_collectives, odd_offsets, shared_fork_server
 from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
@@ -48,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="with lazy collectives, raise where a rank that is a thread touches what is in flight",
     )
+    parser.addoption(
+        "--odd-offsets",
+        action="store_true",
+        help="begin the memory of weights and gradients at odd addresses, see tests/support/odd_offsets.py",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,6 +62,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("odd_offsets") and odd_offsets.VARIABLE not in os.environ:
+        os.environ[odd_offsets.VARIABLE] = "1"
+        odd_offsets.install()
     if (server := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         shared_fork_server.use(*server)
     choice = chosen_collectives.Choice.of(config)
