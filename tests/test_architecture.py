@@ -18,7 +18,6 @@ PACKAGE = Path(__file__).parents[1] / "megastrategy"
 CORE = PACKAGE / "core"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FILES_OF_CORE = sorted(CORE.rglob("*.py"))
-FILES_OF_DOORS = [path for path in FILES if path not in FILES_OF_CORE]  # and of tools
 
 # The rooms: what each may import, besides itself. A name represents a folder, or for a file at the top; one with a dot
 # for that file alone.

@@ -177,8 +177,11 @@ class ReducedGrad(Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise self.error("pickling")
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise self.error("deepcopy")
+    def __deepcopy__(self, memo: Any) -> ReducedGrad:
+        # torch copies a parameter without its gradient, but a tensor-parallel one, like any Tensor, with it. The copy
+        # represents no gradient of the engine's: zeroing it zeroes nothing. It has the dtype that a parameter accepts.
+        spec = self.represented.spec
+        return ReducedGrad(dataclasses.replace(self.represented, zero=lambda _: None), self.device, spec.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Returns an empty storage, for tables of memory."""

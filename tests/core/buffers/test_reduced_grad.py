@@ -115,7 +115,6 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "stack": lambda params: torch.cat([p.grad.view(-1) for p in params if p.grad is not None]),
     "assignment to .data": lambda params: setattr(params[0].grad, "data", torch.ones_like(params[0])),
     "in place": lambda params: params[0].grad.mul_(0.5),
-    "deepcopy": lambda params: copy.deepcopy(params[0].grad),
     "pickle": lambda params: pickle.dumps(params[0].grad),
     "torch.save": lambda params: torch.save([p.grad for p in params], io.BytesIO()),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1).step(),

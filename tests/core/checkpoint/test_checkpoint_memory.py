@@ -252,30 +252,3 @@ def test_the_file_weighs_what_its_tensors_do(sharded: bool, dtype: torch.dtype) 
     assert len(file) > expected
     weights, state, _ = torch.load(io.BytesIO(file), weights_only=True)
     assert state["state"][0]["exp_avg"].stride() == weights["0.weight"].stride() == (576, 1, 192, 64)
-
-
-def test_the_watch_sees_what_is_alive_and_the_peak() -> None:
-    """On both threads; views and in-place results are nothing new."""
-    watch = AllocationWatch()
-    old = torch.ones(1000)
-    with watch:
-        kept = old + 1
-        (kept * 2).sum()
-        old.add_(1)
-        view = kept[10:20]
-    assert watch.alive == 4000
-    assert 8000 <= watch.peak <= 8004
-    del kept
-    assert watch.alive == 4000, "a view keeps all of it"
-    del view
-    assert watch.alive == 0
-
-    def run(rank: int, group: ProcessGroup) -> int:
-        collectives = WatchedCollectives(group)
-        collectives.watch = AllocationWatch()
-        collectives.reduce_scatter(torch.ones(256), 1.0).wait()
-        peak = collectives.watch.peak
-        collectives.close()
-        return peak
-
-    assert min(run_ranks(2, run)) >= 4 * 128, "the scratch of the ring is made on the other thread"

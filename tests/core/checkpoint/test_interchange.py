@@ -24,13 +24,10 @@ from tests.support.interchange import (
     Engine,
     MakeOptimizer,
     World,
-    adagrad,
     amsgrad,
     assert_same_checkpoint,
     assert_same_tensor,
-    momentum,
     read,
-    tensors_in,
     written_by,
 )
 from tests.support.models import awkward_model, images
@@ -38,7 +35,6 @@ from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
 FEW = [World("ddp", 2), World("rs", 2), World("ar", 2), World("rs", 3)]
-EVERY = pytest.param(WORLDS, id="all", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
@@ -68,29 +64,6 @@ def test_every_reader_gathers_what_every_writer_saved(reader: World, writers: li
         for rank in range(1, reader.size):
             weights = read(by_rank[rank][key])["model"]
             assert all(torch.equal(weights[name], value) for name, value in saved["model"].items()), (key, rank)
-
-
-@pytest.mark.parametrize("writers", [pytest.param(FEW, id="few"), EVERY])
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_the_matrix_has_something_to_lose(make_optimizer: MakeOptimizer, writers: list[World]) -> None:
-    """Different files, each with a state of every kind that could go wrong."""
-    contents = [read(written_by(writer, make_optimizer)) for writer in writers]
-    by_size = {writer.size: c["model"]["twice.weight"] for writer, c in zip(writers, contents, strict=True)}
-    numbers = {value.sum().item() for value in by_size.values()}
-    assert len(numbers) == len(by_size) > 1, "each number of ranks trains other weights"
-    initial = awkward_model().state_dict()
-    for content in contents:
-        state = content["optimizer"]["state"]
-        tensors = tensors_in(state)
-        assert any(t.dim() == 4 and t.stride() != t.contiguous().stride() for t in tensors), "channels_last"
-        assert any(t.dim() == 0 for t in tensors), "the state of a parameter of shape (), if nothing else"
-        assert len(state) >= 9
-        assert not torch.equal(content["model"]["twice.weight"], initial["twice.weight"]), "trained"
-        assert torch.equal(content["model"]["head.weight"], content["model"]["embedding.weight"]), "tied"
-        steps = {values["step"].item() for values in state.values() if "step" in values}
-        assert make_optimizer is momentum or steps >= {1, 3}, "a branch was used once, others thrice"
-    if make_optimizer is adagrad:
-        assert {0} < steps, "a parameter never used has a state"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,60 +160,4 @@ def test_ctrl_c_at_the_end_of_a_save_waits_for_it(tmp_path: Path) -> None:
     run_processes(2, interrupt_at_the_end, tmp_path / "last.ckpt")
 
 
-def interrupt_twice(path: Path) -> None:
-    """On one rank, since others would be left alone."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    seen: list[str] = []
-
-    class Twice(Interrupts):
-        def __reduce__(self) -> Any:
-            super().__reduce__()
-            seen.append("first")
-            super().__reduce__()
-            seen.append("second")
-            return int, ()
-
-    with pytest.raises(KeyboardInterrupt):
-        save_directory(state_of(0, Twice()), {}, path, host_collectives())
-    assert seen == ["first"]
-
-
-def test_a_second_ctrl_c_acts_at_once(tmp_path: Path) -> None:
-    run_processes(1, interrupt_twice, tmp_path / "last.ckpt")
-
-
 # --- links -----------------------------------------------------------------------------------------------------------
-
-
-def save_over(path: Path, kind: str) -> None:
-    other = path.with_name("other.ckpt")
-    if kind == "link":
-        old_checkpoint(other)
-    if dist.get_rank() == 0:
-        path.symlink_to("other.ckpt")
-    dist.barrier()
-    save_directory(state_of(dist.get_rank()), {}, path, host_collectives())
-    assert not path.is_symlink()
-    assert "of rank 1" in OpenDirectory(path).read("model")
-    if kind == "link":
-        assert_old_is_whole(other, path.name)
-    else:
-        assert not other.exists()
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling link"])
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_save_over_a_link_replaces_the_link(tmp_path: Path, kind: str, can_exchange: bool) -> None:
-    save: Callable[..., None] = save_over if can_exchange else save_over_without_exchange
-    run_processes(2, save, tmp_path / "last.ckpt", kind)
-
-
-def save_over_without_exchange(path: Path, kind: str) -> None:
-    """As on other systems than Linux."""
-    from megastrategy._checkpoints import paths
-
-    def fail(one: Path, other: Path) -> None:
-        raise OSError(38, "Function not implemented")
-
-    paths._exchange = fail
-    save_over(path, kind)

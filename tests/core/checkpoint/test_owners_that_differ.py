@@ -77,19 +77,6 @@ def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -
         assert str(outcome).endswith(way_out), "in the form in which the model was wrapped"
 
 
-def test_state_that_begins_on_all_owners_is_saved() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        optimizer = one_weight(SGDWithPeaks, group)
-        gradients = torch.full((1, 96), LARGE) + torch.arange(96.0)
-        step(optimizer, gradients)
-        saved = optimizer.state_dict()["state"]
-        assert (list(saved) == [0]) == (rank == 0)
-        if rank == 0:
-            assert torch.equal(saved[0]["peak"], gradients)
-
-    run_ranks(2, run)
-
-
 def in_double(state: dict[str, Any]) -> None:
     state["exp_avg"] = state["exp_avg"].double()
 
@@ -129,24 +116,5 @@ def test_what_differs_is_named_on_all_ranks(change: Callable[[dict[str, Any]], N
             change(own_state(optimizer))
         with pytest.raises(CheckpointError, match=says):
             optimizer.state_dict()
-
-    run_ranks(2, run)
-
-
-def test_a_part_of_one_element_takes_the_others_word() -> None:
-    """Alone it could be a count; state that began after the trials is not known by its name."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (65, 64)])
-        model = DistributedDataParallel(module, process_group=group)
-        optimizer = DistributedOptimizer(SGDWithPeaks(module.parameters()), model)
-        parts = [part for owner in (0, 1) if (part := model.layout.owned_range(0, owner)) is not None]
-        assert [end - start for start, end in parts] == [64, 1]
-        (sum((param * LARGE * torch.arange(1.0, len(param) + 1)).sum() for param in module)).backward()
-        optimizer.step()
-        saved = optimizer.state_dict()["state"]
-        if rank == 0:
-            for index, param in enumerate(module):
-                assert torch.equal(saved[index]["peak"], LARGE * torch.arange(1.0, len(param) + 1))
 
     run_ranks(2, run)

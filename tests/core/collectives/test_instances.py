@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.checkpoint import checkpoint
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.errors import CollectiveError, LayoutMismatchError
-from megastrategy.core.layout.memory import describe_setup
 from tests.support.models import WholeGrads, awkward_model, images, two_layers, whole_numbers
 from tests.support.ranks import run_ranks, try_ranks, with_instances
 from tests.support.training import Run, assert_close, train_with_ddp, train_with_ours
@@ -122,24 +119,6 @@ def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str
     # Adam divides by the root of squared gradients: where those are rounding errors, so is the step; eps damps it.
     run = Run(options=(("lr", 0.01), ("eps", 1e-4)), accumulate=accumulate)
     assert_close(train_with_ours(run, 4, config(2, **options)), train_with_ddp(run, 4), 1e-6)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("instances", [2, 3, 6])
-def test_training_is_torch_ddps_on_six_ranks(instances: int) -> None:
-    run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), groups=3, accumulate=3)
-    assert_close(train_with_ours(run, 6, config(instances)), train_with_ddp(run, 6), 1e-6)
-
-
-def test_clipping_by_norm_is_torch_ddps() -> None:
-    """Every element counts once, though as many ranks as there are instances hold it."""
-    run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), clip_norm=0.05, groups=3)
-    ours, reference = train_with_ours(run, 4, config(2)), train_with_ddp(run, 4)
-    assert_close(ours, reference, 1e-6)
-    assert_equal_on_all([mine.norms for mine in ours])
-    for norm, expected in zip(ours[0].norms, reference[0].norms, strict=True):
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-    assert all(norm > 0.05 for norm in ours[0].norms[:3]), "the test clips"
 
 
 def train_whole(
@@ -246,56 +225,6 @@ def test_gradients_of_several_backwards_add_up_and_are_whole_on_every_rank(
         model.close()
 
     run_ranks(size, run)
-
-
-def test_a_gradient_that_comes_late_is_reduced_again() -> None:
-    """A layer used by two re-entrant checkpoints: its bucket is on the wire when the second gradient arrives."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            run = functools.partial(checkpoint, use_reentrant=True)
-            return self.last(run(self.layer, x) + run(self.layer, 2 * x))
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Twice()
-        model = wrap(group, module, 2, bucket_size=1)
-        with torch.no_grad():
-            module.last.weight.fill_(1.0)
-        model(torch.full((1, 4), float(rank + 1), requires_grad=True)).sum().backward()
-        seen = model.full_grad(module.layer.weight)
-        assert seen is not None
-        assert torch.equal(seen, torch.full((4, 4), 4 * 3 * 2.5)), "3 x, of which the mean over ranks is 2.5, by 4 rows"
-        model.close()
-
-    run_ranks(4, run)
-
-
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_a_step_is_skipped_by_both_instances(culprit: int) -> None:
-    def train(rank: int, group: ProcessGroup) -> list[Tensor]:
-        module = two_layers()
-        model = wrap(group, module, 2)
-        optimizer = DistributedOptimizer(adamw(model.parameters()), model)
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        seen = []
-        for step in range(4):
-            before = weights_of(module)
-            optimizer.zero_grad()
-            loss = model(torch.full((4, 10), 1.0 + rank)).square().sum()
-            scaler.scale(loss * float("inf") if (step, rank) == (2, culprit) else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(weights_of(module))
-            assert torch.equal(before, seen[-1]) == (step == 2)
-        assert scaler.get_scale() == 512.0
-        model.close()
-        return seen
-
-    assert_equal_on_all(run_ranks(4, train))
 
 
 def test_parameters_that_are_unfrozen_join_the_instances() -> None:
@@ -424,19 +353,3 @@ def test_a_rank_of_either_instance_that_dies_ends_all(kind: Any, victim: int) ->
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-
-
-def test_the_lines_at_the_start_say_where_it_is_sharded() -> None:
-    def run(rank: int, group: ProcessGroup, instances: int) -> str:
-        model = wrap(group, two_layers(), instances)
-        lines = describe_setup(model.layout, rank, True, 2)
-        model.close()
-        return lines.splitlines()[0]
-
-    expected: dict[int, Callable[[str], bool]] = {
-        1: lambda line: line.endswith("4 rank(s): reduce-scatter, sharded optimizer"),
-        2: lambda line: "reduce-scatter inside 2 instances of 2 ranks, all-reduce between them" in line,
-        4: lambda line: line.endswith("all-reduce, whole optimizer on every rank"),
-    }
-    for instances, fits in expected.items():
-        assert all(map(fits, run_ranks(4, functools.partial(run, instances=instances))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -208,6 +209,55 @@ def test_ignored_parameters_and_buffers_are_each_ranks_own(size: int, options: M
     for mine, reference in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, reference))
     assert size == 1 or (ours[0][1].shape != () and not torch.equal(ours[0][-1], ours[1][-1]))
+
+
+def wrapped(
+    module: nn.Module, params: list[nn.Parameter], group: ProcessGroup, options: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
+    inner = torch.optim.Adam(params, lr=0.1)
+    if options is None:
+        return TorchDDP(module, process_group=group), inner
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+    return model, DistributedOptimizer(inner, model)
+
+
+@each_engine
+@pytest.mark.parametrize("loaded", ["at once", "before a step", "anew"])
+def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
+    size: int, options: Mapping[str, Any], loaded: str
+) -> None:
+    """In tables of other lengths; of all ranks only the last steps the one that comes first."""
+
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
+        module = HasItsOwn(rank, "late", ".late")
+        filled(module.body)
+        filled(module.head)
+        module.register_parameter("late", nn.Parameter(torch.ones(2)))
+        params = [module.late, *(param for param in module.parameters() if param is not module.late)]
+        [number] = [number for number, param in enumerate(params) if param is module.own.table]
+        model, optimizer = wrapped(module, params, group, options)
+        kept: list[Tensor] = []
+        for step in range(4):
+            if step == (0 if loaded == "before a step" else 2):
+                saved = copy.deepcopy(optimizer.state_dict())
+                if loaded == "anew":
+                    getattr(model, "close", int)()
+                    model, optimizer = wrapped(module, params, group, options)
+                optimizer.load_state_dict(saved)
+                kept += [value.clone() for value in saved["state"].get(number, {}).values()]
+            optimizer.zero_grad()
+            loss = model(batch(rank, step)).square().mean()
+            (loss if rank < size - 1 else loss + module.late.sum()).backward()
+            optimizer.step()
+        getattr(model, "close", int)()  # torch's has none
+        return [*weights(module), *kept]
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert len(mine) == len(reference)
+        for found, expected in zip(mine, reference, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

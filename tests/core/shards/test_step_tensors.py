@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
@@ -26,7 +21,6 @@ from tests.support.many_params import (
     momentum,
     nadam,
     reference,
-    without,
 )
 from tests.support.ranks import run_ranks
 
@@ -169,28 +163,6 @@ def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, o
         assert_same_state(state, expected)
 
 
-def test_a_state_that_was_replaced_is_let_go_and_the_new_one_is_stepped() -> None:
-    weights, saved = reference(Many(12), [(ALL, 1.0)] * 2, adam)
-
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        setup = Setup(group, Many(12), bucket_size=300)
-        for _ in range(3):
-            setup.step(ALL, 3.0)
-        old = [weakref.ref(value) for values in setup.optimizer.state.values() for value in values.values()]
-        setup.optimizer.load_state_dict(copy.deepcopy(saved))
-        with torch.no_grad():
-            for param, value in zip(setup.module.parameters(), weights, strict=True):
-                param.copy_(value)
-        gc.collect()
-        assert not any(ref() is not None for ref in old)
-        setup.step(ALL, 1.0)
-        return [param.detach().clone() for param in setup.module.parameters()]
-
-    expected, _ = reference(Many(12), [(ALL, 1.0)] * 3, adam)
-    for trained in run_ranks(2, run):
-        assert all(map(torch.equal, trained, expected))
-
-
 def test_what_lies_between_is_left_to_the_optimizer_that_has_it() -> None:
     even, odd = ALL[::2], ALL[1::2]
     module = Many(12)
@@ -212,156 +184,6 @@ def test_what_lies_between_is_left_to_the_optimizer_that_has_it() -> None:
             first.step()
             second.step()
         assert all(map(torch.equal, ours.parameters(), module.parameters()))
-
-    run_ranks(2, run)
-
-
-def test_a_counter_that_was_set_by_hand_counts_for_its_parameter_alone() -> None:
-    changed = {0: 8, 1: 2}  # by rank: one of the six that it owns
-    module = Many(12)
-    plain = adam(module.parameters())
-    for step in range(3):
-        module.zero_grad()
-        module(ALL, 1.0).backward()
-        if step == 1:
-            for i in changed.values():
-                plain.state[module.weights[i]]["step"].fill_(100.0)
-        plain.step()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12))
-        for step in range(3):
-            if step == 1:
-                shard = setup.optimizer._impl.shard_set.shards[changed[rank]]
-                setup.optimizer.state[shard.main]["step"].fill_(100.0)
-            setup.step(ALL, 1.0)
-        assert all(map(torch.equal, setup.module.parameters(), module.parameters()))
-
-    run_ranks(2, run)
-
-
-class OwnBuffers(torch.optim.Optimizer):
-    """Momentum in a dictionary of its own, by tensor."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-        self.buffers: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    buffer = self.buffers.setdefault(param, torch.zeros_like(param))
-                    param.sub_(buffer.mul_(0.9).add_(param.grad) * group["lr"])
-
-
-class CountsInATensor(torch.optim.Optimizer):
-    """The third step is half as long: trial steps must not be counted."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01, "calls": [0]})
-        self.count = torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for group in self.param_groups:
-            group["calls"][0] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * (group["lr"] * (0.5 if self.count == 3 and group["calls"][0] == 3 else 1)))
-
-
-class KeepsGradients(torch.optim.Optimizer):
-    """The last one, without a copy."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    last = self.state[param].get("last", torch.zeros_like(param))
-                    param.sub_((param.grad - 0.5 * last) * group["lr"])
-                    self.state[param]["last"] = param.grad
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", [OwnBuffers, CountsInATensor, KeepsGradients])
-def test_optimizers_that_keep_things_in_their_own_way(
-    kind: Callable[[Any], torch.optim.Optimizer], overlap: bool
-) -> None:
-    steps = [(ALL, 1.0), (without(5), 0.7), (ALL, 1.3), (ALL, 0.9), (ALL, 1.1)]
-    expected, _ = reference(Many(12), steps, kind)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), kind, bucket_size=300, overlap_param_gather=overlap)
-        for used, factor in steps:
-            setup.step(used, factor)
-        assert all(map(torch.equal, setup.module.parameters(), expected))
-
-    run_ranks(2, run)
-
-
-def test_momentum_that_is_switched_on_later_with_parameters_of_one_element() -> None:
-    def train(module: nn.Module, optimizer: Any, backward: Callable[[], None]) -> None:
-        for step in range(4):
-            optimizer.param_groups[0]["momentum"] = 0.9 if step > 0 else 0.0
-            optimizer.zero_grad()
-            backward()
-            optimizer.step()
-
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.01)
-
-    plain = Many(12, 1)
-    train(plain, sgd(plain.parameters()), lambda: plain(ALL, 1.0).backward())
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12, 1), sgd)
-
-        def backward() -> None:
-            setup.model(ALL, 1.0).backward()
-            assert setup.optimizer.state is not None
-
-        train(setup.module, setup.optimizer, backward)
-        assert all(map(torch.equal, setup.module.parameters(), plain.parameters()))
-
-    run_ranks(2, run)
-
-
-def test_a_state_that_is_emptied_begins_anew() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=300)
-        setup.step(ALL, 3.0)
-        setup.optimizer.state = collections.defaultdict(dict)
-        with torch.no_grad():
-            for param, value in zip(setup.module.parameters(), Many(12).parameters(), strict=True):
-                param.copy_(value)
-        setup.step(ALL, 1.0)
-        expected, _ = reference(Many(12), [(ALL, 1.0)], adam)
-        assert all(map(torch.equal, setup.module.parameters(), expected))
-
-    run_ranks(2, run)
-
-
-def test_a_shard_that_is_kept_apart_does_not_keep_its_neighbours_old_state_alive() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=10**6)
-        setup.step(ALL, 1.0)
-        (joined,) = setup.optimizer._impl.shard_set.states._runs
-        cut = joined._cut_for_tensors
-        assert cut is not None
-        whole = cut.joined["exp_avg"]
-        first, size = whole.data_ptr(), whole.nbytes
-        del joined, cut, whole
-        setup.step([i for i in ALL if i not in (2, 8)], 1.0)
-        states = [value for values in setup.optimizer.state.values() for value in values.values() if value.dim()]
-        assert len(states) == 12
-        assert not any(first <= value.data_ptr() < first + size for value in states)
 
     run_ranks(2, run)
 

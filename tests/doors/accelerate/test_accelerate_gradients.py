@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -214,24 +212,6 @@ def test_gradients_that_each_rank_has_by_itself_are_clipped_by_one_norm(worlds: 
     for of_model, _, norm, factor in found:
         assert norm == found[0][2] == pytest.approx((of_model**2 + mean) ** 0.5, rel=1e-5)
         assert factor == pytest.approx(0.5 / norm, rel=1e-4)
-
-
-def go_on_with_its_own(name: str, mode: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state of the table that a rank has saved, and weights after it has loaded it again, and trained on."""
-    module = HasItsOwn(int(os.environ["RANK"]))
-    trainee = set_up(name, mode, adamw, net=module)
-    trainee.train(0, 1)
-    state = copy.deepcopy(trainee.optimizer.state_dict())
-    number = [param is module.table for param in module.parameters()].index(True)
-    saved = {name: value.clone() for name, value in state["state"][number].items()}
-    trainee.optimizer.load_state_dict(state)
-    return saved, trainee.train(2, 3)
-
-
-@both_modes
-def test_a_rank_goes_on_with_the_state_of_its_own_table(worlds: Worlds, mode: dict[str, Any]) -> None:
-    first, second = assert_like_ddp(worlds, go_on_with_its_own, mode)
-    assert first[0]["exp_avg"].shape != second[0]["exp_avg"].shape
 
 
 def schedule_two(name: str, mode: dict[str, Any]) -> tuple[list[float], bool]:

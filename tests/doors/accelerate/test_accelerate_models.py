@@ -319,24 +319,3 @@ def alone_under_torchrun() -> None:
 @pytest.mark.parametrize("job", [alone, alone_and_compiled, alone_under_torchrun])
 def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
     worlds.run(job, size=1)
-
-
-def train_one_through_another(name: str) -> dict[str, Tensor]:
-    """The second model is prepared but not stepped: torch DDP reduces its gradients all the same."""
-    accelerator = make_accelerator(name)
-    nets = net_of(1), nn.Linear(3, 3)
-    with torch.no_grad():
-        nets[1].weight.copy_(torch.eye(3))
-        nets[1].bias.zero_()
-    first, second, optimizer = accelerator.prepare(*nets, sgd(nets[0].parameters()))
-    for _ in range(3):
-        out = first(inputs(accelerator))
-        accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(nets[0])
-
-
-def test_a_model_that_another_is_trained_through_is_not_an_error(worlds: Worlds) -> None:
-    ours, theirs = (worlds.run(train_one_through_another, name) for name in ("megatron_ddp", "ddp"))
-    assert_equal(ours, theirs)

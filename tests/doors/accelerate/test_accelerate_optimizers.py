@@ -232,16 +232,3 @@ def test_options_may_change_after_prepare(
     worlds: Worlds, tmp_path: Any, mode: dict[str, Any], set_later: Callable[..., None]
 ) -> None:
     assert_like_ddp(worlds, train_with_options_set_later, mode, 0.0, str(tmp_path), set_later)
-
-
-def copy_a_prepared_optimizer() -> None:
-    from megastrategy.accelerate.prepared_model import PREPARED
-
-    trainee = set_up("megatron_ddp")
-    sharded = trainee.optimizer.optimizer
-    assert PREPARED.sharded(sharded.optimizer) is sharded
-    assert PREPARED.sharded(copy.deepcopy(sharded.optimizer)) is None
-
-
-def test_a_copy_of_a_prepared_optimizer_was_not_prepared(worlds: Worlds) -> None:
-    worlds.run(copy_a_prepared_optimizer)

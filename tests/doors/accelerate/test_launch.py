@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,7 @@ from megastrategy.accelerate.launch_config import LaunchConfigError, plugin_from
 from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.core import field_names
 from megastrategy.core.torch_ddp_surface import _REFUSED_DDP_ARGUMENTS
-from megastrategy.launch import Command
 from tests.support.comparison import assert_equal
-from tests.support.patience import HANG_S
 from tests.support.scripts import run_script
 
 from ..python_processes import run_python
@@ -190,22 +186,6 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert found == [(OURS, 100, True, "true")] * 2
 
 
-@pytest.mark.long
-@pytest.mark.fresh
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "command",
-    [("-m", "megastrategy.launch"), ("-c", MEGASTRATEGY, "launch", "--num_processes", "1")],
-    ids=["python -m megastrategy.launch", "megastrategy launch"],
-)
-def test_a_module_and_one_process(command: tuple[str, ...], tmp_path: Path) -> None:
-    script = write_script(tmp_path)
-    [saw], _ = launched(tmp_path, *command, "-m", "scripts.train", ranks=1)
-    assert (saw["made"], saw["ranks"], saw["bucket_size"]) == (OURS, 1, None)
-    assert (saw["name"], saw["file"], saw["path"]) == ("__main__", str(script), str(tmp_path))
-    assert saw["argv"][0] == str(script)
-
-
 OUR_SCRIPT = """
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
 
@@ -233,13 +213,6 @@ def test_options_hold_for_those_of_ours_that_a_script_makes_and_are_given_none(t
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
-
-
-def test_what_comes_after_the_script_is_the_scripts() -> None:
-    read = Command.read(["--config", "a.yaml", "train.py", "-m", "--config=b", "--", "--help"])
-    assert read == Command(Path("a.yaml"), "train.py", False, ("-m", "--config=b", "--", "--help"))
-    assert Command.read(["--config=a.yaml", "-m", "a.b", "-h"]) == Command(Path("a.yaml"), "a.b", True, ("-h",))
-    assert Command.read(["train.py"]) == Command(None, "train.py", False, ())
 
 
 @pytest.fixture
@@ -283,61 +256,12 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     assert line.startswith(f"megastrategy.launch: {message}")
 
 
-def test_a_missing_import_inside_of_a_module_is_not_a_missing_module(in_folder: Path) -> None:
-    (in_folder / "package").mkdir()
-    (in_folder / "package/__init__.py").write_text("import scripts_of_nobody")
-    with pytest.raises(ModuleNotFoundError, match="scripts_of_nobody"):
-        Command.read(["-m", "package.train"]).check_target()
-
-
-@pytest.mark.fresh
-def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
-    (tmp_path / "options.yaml").write_text("megatron_ddp_config:\n  buckt_size: 4\n")
-    (tmp_path / "train.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-m", "megastrategy.launch", "--config", "options.yaml", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        "megastrategy.launch: options.yaml, under megatron_ddp_config: unknown argument 'buckt_size': "
-        "did you mean 'bucket_size'?\n"
-    )
-
-
 # --- the options -----------------------------------------------------------------------------------------------------
 
 
 def options_of(path: Path, text: str, **environment: str) -> MegatronDDPPlugin:
     path.write_text(text)
     return plugin_from_launch(path, {f"MEGATRON_DDP_{name}": value for name, value in environment.items()})
-
-
-@pytest.mark.parametrize(
-    ("text", "environment", "expected"),
-    [
-        ("megatron_ddp_config:", {}, {}),
-        ("megatron_ddp_config: {bucket_size: 1_000}", {}, {"bucket_size": 1000}),
-        ("megatron_ddp_config: {bucket_size: 1.0e+3}", {}, {"bucket_size": 1000}),
-        ("megatron_ddp_config: {bucket_size: 1e3}", {"STATE_DICT_TYPE": "sharded"}, {"bucket_size": 1000}),
-        ("megatron_ddp_config: {bucket_size: 7}", {"BUCKET_SIZE": "None", "BUCKET_CAP_MB": "2.5"}, {}),
-        (
-            "use_cpu: true\nmegatron_ddp_config: {overlap_grad_reduce: off, use_distributed_optimizer: 'no'}",
-            {"USE_CONTIGUOUS_BUFFERS": "0"},
-            {"overlap_grad_reduce": False, "use_distributed_optimizer": False, "use_contiguous_buffers": False},
-        ),
-    ],
-)
-def test_values_are_read_as_the_fields_types(
-    tmp_path: Path, text: str, environment: dict[str, str], expected: dict[str, Any]
-) -> None:
-    expected |= {"state_dict_type": "sharded"} if "STATE_DICT_TYPE" in environment else {}
-    expected |= {"bucket_cap_mb": 2.5} if "BUCKET_CAP_MB" in environment else {}
-    assert options_of(tmp_path / "x.yaml", text, **environment) == MegatronDDPPlugin(**expected)
 
 
 def test_every_option_can_be_set_in_the_environment() -> None:
@@ -414,12 +338,6 @@ def test_a_wrong_variable_is_refused_by_name(tmp_path: Path, variable: str, valu
 def test_an_option_of_torch_ddp_that_has_nothing_to_do_is_no_option_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(LaunchConfigError, match="forward_sync_buffers is torch DDP's"):
         options_of(tmp_path / "x.yaml", "megatron_ddp_config: {forward_sync_buffers: true}")
-
-
-def test_a_name_that_is_near_none_is_answered_with_all(tmp_path: Path) -> None:
-    with pytest.raises(LaunchConfigError) as caught:
-        options_of(tmp_path / "x.yaml", "megatron_ddp_config: {zzz: 1}")
-    assert all(name in str(caught.value) for name in (*field_names(), "state_dict_type", "bucket_cap_mb"))
 
 
 @pytest.mark.parametrize("name", _REFUSED_DDP_ARGUMENTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-import megastrategy.accelerate
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin, replace_accelerators
 from megastrategy.accelerate.accelerator import Accelerator as Ours
 from tests.support.ports import free_port
@@ -65,49 +63,6 @@ def test_it_ends_with_an_exception_and_decorates_a_function() -> None:
             train(True)
         assert type(made()) is TheirClass
         assert train(False).megatron_ddp_config.bucket_size == 9
-
-
-def test_the_inner_of_two_blocks_holds_in_it() -> None:
-    with replace_accelerators(MegatronDDPPlugin(bucket_size=10)):
-        with replace_accelerators(MegatronDDPPlugin(bucket_size=11)):
-            assert made().megatron_ddp_config.bucket_size == 11
-            own = MegatronDDPPlugin(bucket_size=12)
-            assert made(kwargs_handlers=[own]).megatron_ddp_config.bucket_size == 12
-            assert Accelerator(cpu=True, megatron_ddp_plugin=own).megatron_ddp_config.bucket_size == 12
-        assert made().megatron_ddp_config.bucket_size == 10
-        assert Accelerator(cpu=True).megatron_ddp_config.bucket_size == 10
-
-
-def test_blocks_that_overlap_leave_nothing() -> None:
-    """As those of two threads may."""
-    first, second = (replace_accelerators(MegatronDDPPlugin(bucket_size=size)) for size in (13, 14))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert made().megatron_ddp_config.bucket_size == 14
-    second.__exit__(None, None, None)
-    assert type(made()) is TheirClass
-    # the first one's stand below the second one's, and do nothing
-    TheirClass.__init__, Ours.__init__ = METHODS[0][1], METHODS[1][1]  # type: ignore[method-assign, assignment]
-
-
-def test_other_subclasses_are_left_alone_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Theirs(TheirClass):  # type: ignore[misc]
-        pass
-
-    class Derived(Accelerator):
-        pass
-
-    with caplog.at_level(logging.WARNING), replace_accelerators():
-        assert [type(Theirs(cpu=True)) for _ in range(2)] == [Theirs, Theirs]
-        assert type(Derived(cpu=True)) is Derived
-    assert not hasattr(Theirs(cpu=True), "megatron_ddp_plugin")
-    [said] = [record.getMessage() for record in caplog.records if record.name == "megastrategy"]
-    assert "Theirs is a subclass of accelerate.Accelerator and is not replaced" in said
-
-
-def test_it_is_a_public_name() -> None:
-    assert "replace_accelerators" in megastrategy.accelerate.__all__
 
 
 NOTEBOOK = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from ..fabric_loops import CLIP_NORM, CLIP_VALUE, AwkwardNet, assert_like_ddp, both_modes, make_data, set_up
@@ -63,31 +63,6 @@ def check_and_scale(enabled: bool) -> None:
 def test_a_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> None:
     """It meets infinite gradients on purpose."""
     ranks.run(check_and_scale, enabled)
-
-
-class LoudScaler(torch.amp.GradScaler):
-    """A scaler of the user's own."""
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        super().update(new_scale)
-        self.updates = getattr(self, "updates", 0) + 1
-
-
-def train_with_a_scaler_of_ones_own() -> None:
-    scaler = LoudScaler("cpu", init_scale=4.0)
-    trainee = set_up("megatron_ddp", plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    for number, (features, tokens, targets) in enumerate(make_data(trainee.fabric)):
-        before = weights_of(trainee.net)
-        scale = float("inf") if number == 1 and trainee.fabric.global_rank == 0 else 1.0
-        trainee.fabric.backward(F.cross_entropy(trainee.model(features, tokens), targets) * scale)
-        trainee.step()
-        assert torch.equal(before["scale"], trainee.net.scale) == (number == 1)
-    assert isinstance(scaler, LoudScaler)
-    assert scaler.updates == 7
-
-
-def test_a_scaler_of_ones_own_keeps_its_methods(ranks: Ranks) -> None:
-    ranks.run(train_with_a_scaler_of_ones_own)
 
 
 def small_updates(name: str, strategy_options: dict[str, Any]) -> float:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megastrategy import DistributedDataParallel
 from tests.support.comparison import assert_equal
 
 from ..fabric_loops import (
@@ -241,28 +238,6 @@ def test_a_module_set_up_again_after_unfreezing_trains_what_was_frozen(ranks: Ra
     assert_like_ddp(ranks, unfreeze_and_set_up_again, options)
 
 
-def change_dtype_and_set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
-    """After some steps in fp32 the module becomes fp64, which takes buffers and an optimizer of another size."""
-    fabric = make_fabric(name, strategy_options)
-    torch.manual_seed(fabric.global_rank)
-    net = nn.Linear(3, 5)
-    own = sgd(net.parameters())
-    model, optimizer = fabric.setup(net, own)
-    fabric.backward(model(torch.ones(2, 3)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    net.double()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    fabric.backward(model(torch.ones(2, 3, dtype=torch.float64)).sum())
-    optimizer.step()
-    return weights_of(net), state_of(fabric, optimizer)
-
-
-@both_modes
-def test_a_module_set_up_again_in_another_dtype(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, change_dtype_and_set_up_again, options)
-
-
 def evaluate(name: str, strategy_options: dict[str, Any]) -> Any:
     """A model that is set up and only evaluated, with rank 0's weights and buffers."""
     fabric = make_fabric(name, strategy_options)
@@ -299,24 +274,3 @@ def test_a_model_without_trainable_parameters_may_be_set_up(ranks: Ranks, option
     (loss, teacher), (other_loss, other_teacher) = ranks.run(teacher_and_student, options)
     assert_equal(teacher, other_teacher)
     assert max(loss.item(), other_loss.item()) < 1e-3
-
-
-def set_up_and_forget() -> None:
-    trainee = set_up("megatron_ddp")
-    fabric, net = trainee.fabric, trainee.net
-    trainee.train(3)
-    references = [weakref.ref(trainee.model._forward_module), weakref.ref(trainee.optimizer.optimizer)]
-    assert isinstance(references[0](), DistributedDataParallel)
-    del trainee
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-    step_with(fabric, *fabric.setup(net, sgd(net.parameters())))  # nothing of the former setup is in the way
-    fabric.strategy.teardown()
-    assert all(param.grad is None for param in net.parameters())
-    F.cross_entropy(net(torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), torch.tensor([0, 1])).backward()
-    assert net.scale.grad is not None, "a plain module again"
-
-
-def test_what_the_user_drops_is_freed(ranks: Ranks) -> None:
-    """A Fabric has no end, and may set up a model for each of many trials."""
-    ranks.run(set_up_and_forget)

@@ -311,7 +311,6 @@ def made_on_meta() -> dict[str, Any]:
         "weights": before,
         "stepped": whole(module.up.weight),
         "copied": {name: whole(param) for name, param in copied.module.named_parameters()},
-        "copied grads": [name for name, param in copied.module.named_parameters() if param.grad is not None],
         "mesh": fabric.strategy.device_mesh.mesh_dim_names,
     }
 
@@ -329,5 +328,4 @@ def test_a_module_made_on_meta_gets_memory_when_it_is_cut(mesh: Ranks) -> None:
         for name, weight in own["weights"].items():
             assert torch.equal(weight, outcomes[0]["weights"][name]), "one model on all ranks"
             assert torch.equal(weight, own["copied"][name])
-        assert not own["copied grads"]
         assert not torch.equal(own["stepped"], own["weights"]["up.weight"])

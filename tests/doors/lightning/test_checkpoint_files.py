@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import io
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy._checkpoints import files as checkpoint_files
-from megastrategy._checkpoints.files import load_file, save_file, unmapped_copy
+from megastrategy._checkpoints.files import load_file, save_file
 from megastrategy.core import CheckpointError
 
 from ..fits import STATE, make_strategy, make_trainer
@@ -134,27 +132,6 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_checkpoint_before_it_stay
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-class InterruptedFile(io.FileIO):
-    """Gets Ctrl-C while torch.save writes into it."""
-
-    def write(self, data: Any) -> int:
-        if len(data) > 1000:
-            raise KeyboardInterrupt
-        return super().write(data)
-
-
-def test_ctrl_c_while_a_file_is_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.save makes an error of its own of it, at which no callback would save."""
-    path = tmp_path / "last.ckpt"
-    save_file(STATE, path)
-    monkeypatch.setattr(Path, "open", lambda self, mode: InterruptedFile(self, mode))
-    with pytest.raises(KeyboardInterrupt):
-        save_file(NEWER, path)
-    monkeypatch.undo()
-    assert_is(path, STATE)
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
     """The permissions of files do not bind root."""
@@ -165,40 +142,6 @@ def without_privileges() -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_with_the_path() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # above tmp_path are directories that only its owner may enter
-        path = Path(folder) / "last.ckpt"
-        save_file(STATE, path)
-        os.chmod(folder, 0o555)
-        with without_privileges(), pytest.raises(PermissionError, match="was not saved") as raised:
-            save_file(NEWER, path)
-        assert raised.value.filename == str(path)
-        assert_is(path, STATE)
-        assert os.listdir(folder) == ["last.ckpt"]
-
-
-def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "last.ckpt"
-    with pytest.raises(FileExistsError, match=rf"was not saved \(File exists: {tmp_path / 'file'}\)") as raised:
-        save_file(STATE, path)
-    assert raised.value.filename == str(path)
-
-
-def test_what_cannot_be_pickled_is_its_own_error_even_while_another_is_dealt_with(tmp_path: Path) -> None:
-    """Checkpoints are saved on exceptions, too, and a full disk elsewhere is not why this one fails."""
-    path = tmp_path / "last.ckpt"
-    save_file(STATE, path)
-    try:
-        raise OSError(errno.ENOSPC, "the user's own")
-    except OSError:
-        with pytest.raises(Exception, match="local") as raised:
-            save_file({"function": lambda: 0}, path)
-    assert not isinstance(raised.value, OSError)
-    assert_is(path, STATE)
-    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -296,38 +239,7 @@ def test_loading_maps_the_file(tmp_path: Path) -> None:
     assert read["weight"][0] == 1.0
 
 
-def test_a_mapped_file_may_be_replaced_and_removed(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    save_file(STATE, path)
-    loaded = load_file(path)
-    save_file(NEWER, path)
-    path.unlink()
-    assert torch.equal(loaded["weight"], STATE["weight"])  # type: ignore[arg-type]
-
-
-def test_an_unmapped_copy_outlives_a_file_overwritten_in_place(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    save_file({"callbacks": [{"best": (STATE["weight"], "name")}], "model": nn.Linear(2, 2).state_dict()}, path)
-    owned = unmapped_copy(load_file(path))
-    assert owned["model"]._metadata, "the version of each module, by which torch knows old checkpoints"
-    path.write_bytes(b"\0" * path.stat().st_size)
-    assert torch.equal(owned["callbacks"][0]["best"][0], STATE["weight"])  # type: ignore[arg-type]
-    assert owned["callbacks"][0]["best"][1] == "name"
-
-
 # --- what is loaded --------------------------------------------------------------------------------------------------
-
-
-def test_files_that_cannot_be_mapped_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format of before torch 1.6, and storages that were on a device which is not here."""
-    torch.save(STATE, tmp_path / "legacy.ckpt", _use_new_zipfile_serialization=False)
-    assert torch.equal(load_file(tmp_path / "legacy.ckpt")["weight"], STATE["weight"])  # type: ignore[arg-type]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        save_file(STATE, tmp_path / "cuda.ckpt")
-    for map_location in ("cpu", lambda storage, location: storage, {"cuda:0": "cpu"}):
-        loaded = load_file(tmp_path / "cuda.ckpt", map_location)
-        assert torch.equal(loaded["weight"], STATE["weight"])  # type: ignore[arg-type]
 
 
 def broken_files(folder: Path) -> dict[Path, str]:

@@ -5,27 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from megastrategy._checkpoints.files import load_file, unmapped_copy
+from megastrategy._checkpoints.files import unmapped_copy
 from megastrategy._checkpoints.validation import check_module_state
 from megastrategy.core import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
 from ..fits import (
-    BATCHES_PER_EPOCH,
     AwkwardModule,
     assert_same_tensors,
-    fit,
     fit_saving,
     loader,
     make_strategy,
     make_trainer,
-    saver,
 )
 from ..rank_processes import Ranks
 
@@ -103,18 +99,6 @@ def test_a_trainer_says_what_is_wrong_with_a_file_on_every_rank(ranks: Ranks, tr
             assert problem in message
 
 
-class Keeps(pl.Callback):
-    """Keeps the checkpoint's object for as long as it lives."""
-
-    best = torch.zeros(0)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["best"] = torch.ones(3)
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.best = checkpoint["best"]
-
-
 def is_mapped(tensor: Tensor, path: Path) -> bool:
     """Whether the kernel knows the tensor's memory as a part of the file."""
     address = tensor.data_ptr()
@@ -123,71 +107,6 @@ def is_mapped(tensor: Tensor, path: Path) -> bool:
         if start <= address < end:
             return line.endswith(str(path))
     raise AssertionError("no memory of this process")
-
-
-def resume_and_keep(path: Path, sharded: bool) -> None:
-    assert is_mapped(load_file(path)["state_dict"]["out.weight"], path), "the measure works"
-    keeper = Keeps()
-    strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
-    trainer = make_trainer(strategy, callbacks=[keeper], max_epochs=1)  # the checkpoint is its end
-    trainer.fit(AwkwardModule(), loader(), ckpt_path=path)
-    states = [value for values in trainer.optimizers[0].state.values() for value in values.values()]
-    assert len(states) > (6 if sharded else 20)
-    assert torch.equal(keeper.best, torch.ones(3))
-    assert not any(is_mapped(tensor, path) for tensor in [keeper.best, *states, *trainer.model.parameters()])
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-def test_nothing_that_lives_on_after_loading_is_in_the_file(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
-    """A file that is removed by another machine, or overwritten in place, would end the process weeks later."""
-    ranks.run(fit_and_keep, tmp_path)
-    ranks.run(resume_and_keep, tmp_path / "step=7.ckpt", sharded)
-
-
-def fit_and_keep(folder: Path) -> None:
-    fit("megatron_ddp", callbacks=[saver(folder), Keeps()], enable_checkpointing=True, max_epochs=1)
-
-
-class TwoOptimizers(pl.LightningModule):
-    """The second optimizer has another parameter group where ``changed``."""
-
-    def __init__(self, changed: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-        self.changed = changed
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer, layer in zip(self.optimizers(), (self.first, self.second), strict=True):  # type: ignore[arg-type]
-            optimizer.zero_grad()
-            self.manual_backward(layer(batch[0]).square().mean())
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        weight, bias = self.second.parameters()
-        groups = [{"params": [weight]}, {"params": [bias]}] if self.changed else [weight, bias]
-        return torch.optim.AdamW(self.first.parameters()), torch.optim.AdamW(groups)
-
-
-def save_and_resume_two(folder: Path) -> str:
-    trainer = make_trainer(
-        make_strategy("megatron_ddp"),
-        callbacks=[saver(folder, every_n_train_steps=2 * BATCHES_PER_EPOCH)],
-        enable_checkpointing=True,
-        max_epochs=1,
-    )
-    trainer.fit(TwoOptimizers(changed=False), loader())
-    trainer = make_trainer(make_strategy("megatron_ddp"))
-    with pytest.raises(CheckpointError) as raised:
-        trainer.fit(TwoOptimizers(changed=True), loader(), ckpt_path=folder / f"step={2 * BATCHES_PER_EPOCH}.ckpt")
-    assert [len(optimizer.state) for optimizer in trainer.optimizers] == [0, 0]
-    return str(raised.value)
-
-
-def test_the_first_of_two_optimizers_is_not_loaded_where_the_second_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
-    for message in ranks.run(save_and_resume_two, tmp_path):
-        assert message.startswith(f"optimizer 1 in {tmp_path / 'step=14.ckpt'} is of another")
 
 
 def fabric_load(path: Path, sharded: bool) -> dict[str, str]:
@@ -239,38 +158,6 @@ def test_fabric_loads_everything_or_nothing(ranks: Ranks, tmp_path: Path, sharde
         assert str(path) in messages["shape"]
         assert "'optimizer' in" in messages["groups"]
         assert "it has 1 parameter group(s), the optimizer 2" in messages["groups"]
-
-
-class Renames(nn.Module):
-    """Reads checkpoints of a version in which its weight had another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new = nn.Parameter(torch.zeros(2))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if f"{prefix}old" in state_dict:
-            state_dict[f"{prefix}new"] = state_dict.pop(f"{prefix}old")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def forgive(module: nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys.clear()
-
-
-def test_modules_with_ways_of_their_own_to_load_are_left_alone() -> None:
-    """The check is only for what torch would refuse."""
-    forgiving = nn.Linear(2, 2)
-    forgiving.register_load_state_dict_post_hook(forgive)
-    check_module_state(forgiving, {}, True, "file")
-    forgiving.load_state_dict({})
-    model = nn.Sequential(Renames(), nn.Linear(2, 2))
-    state = model.state_dict()
-    state["0.old"] = state.pop("0.new")
-    check_module_state(model, state, True, "file")
-    model.load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"^file holds .*\n  '1.weight' is missing there$"):
-        check_module_state(model, {name: value for name, value in state.items() if name != "1.weight"}, True, "file")
 
 
 @pytest.mark.parametrize("strict", [True, False])

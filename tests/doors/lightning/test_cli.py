@@ -47,14 +47,6 @@ class Module(AwkwardModule):
         super().__init__()
 
 
-class StrategyOfAUser(MegatronDDPStrategy):
-    """A strategy that a project may derive: an additional option, the others passed on."""
-
-    def __init__(self, note: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        self.note = note
-
-
 def run_cli(*arguments: str, run: bool = False) -> LightningCLI:
     defaults = {
         "accelerator": "cpu",
@@ -120,56 +112,6 @@ def test_the_class_with_options_in_yaml(tmp_path: Path) -> None:
     assert changed.config == dataclasses.replace(expected, use_distributed_optimizer=True)
 
 
-@pytest.mark.parametrize("door", ["lightning", "pytorch_lightning"])
-def test_each_packages_cli_takes_its_class_by_its_own_path(door: str) -> None:
-    package = {door: name for name, door in DOORS.items()}[f"megastrategy.{door}"]
-    cli = importlib.import_module(f"{package}.cli").LightningCLI
-    boring = importlib.import_module(f"{package}.demos.boring_classes")
-    arguments = [f"--trainer.strategy=megastrategy.{door}.MegatronDDPStrategy", "--trainer.strategy.bucket_size=9"]
-    defaults = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
-    made = cli(boring.BoringModel, run=False, args=arguments, trainer_defaults=defaults, seed_everything_default=False)
-    strategy = made.trainer.strategy
-    assert type(strategy) is importlib.import_module(f"megastrategy.{door}").MegatronDDPStrategy
-    assert strategy.config.bucket_size == 9
-
-
-def test_a_users_subclass_keeps_the_options() -> None:
-    strategy = strategy_of(
-        f"--trainer.strategy={__name__}.StrategyOfAUser",
-        "--trainer.strategy.note=mine",
-        "--trainer.strategy.static_graph=true",
-    )
-    assert type(strategy) is StrategyOfAUser
-    assert strategy.note == "mine"
-    assert strategy.config == DistributedDataParallelConfig(static_graph=True)
-
-
-def test_print_config_shows_every_option_and_can_be_read_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        run_cli(f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=100", "--print_config")
-    assert done.value.code == 0
-    printed = capsys.readouterr().out
-    strategy = yaml.safe_load(printed)["trainer"]["strategy"]
-    assert strategy["class_path"] == CLASS
-    expected = dataclasses.asdict(DistributedDataParallelConfig(bucket_size=100)) | TORCH_DDP_ARGUMENTS
-    assert {name: strategy["init_args"][name] for name in expected} == expected
-    path = tmp_path / "config.yaml"
-    path.write_text(printed)
-    assert strategy_of("--config", str(path)).config == DistributedDataParallelConfig(bucket_size=100)
-
-
-def test_help_shows_every_option_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_cli(f"--trainer.strategy.help={CLASS}")
-    text = " ".join(capsys.readouterr().out.split())
-    names = ("Optional[int]", "Union[int, null]", "int | null")  # the last since Python 3.14
-    assert any(f"--trainer.strategy.bucket_size BUCKET_SIZE (type: {name}, default: null)" in text for name in names)
-    for field in dataclasses.fields(DistributedDataParallelConfig):
-        assert f"--trainer.strategy.{field.name} " in text
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -193,11 +135,6 @@ def test_torchs_hook_for_sixteen_bits_becomes_an_option_in_a_file_too() -> None:
     hook = f"--trainer.strategy.ddp_comm_hook={hooks}.powerSGD_hook.powerSGD_hook"
     with pytest.raises(ValueError, match=r"ddp_comm_hook=.*grad_wire_dtype='bf16'"):
         run_cli(f"--trainer.strategy={CLASS}", hook)
-
-
-def test_a_value_that_the_config_refuses_has_the_configs_message() -> None:
-    with pytest.raises(ValueError, match="bucket_size=-1: expected a positive number of elements"):
-        run_cli(f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=-1")
 
 
 def fit_by_cli(*arguments: str) -> dict[str, Any]:
@@ -289,11 +226,6 @@ def test_an_argument_of_the_strategys_own_is_suggested_too(door: str, misspelt: 
         strategy(average_in_collective=True)
     with pytest.raises(ValueError, match=r"^overlap_param_gather='forward' was removed: write True"):
         strategy(overlap_param_gather="forward")
-
-
-def test_help_in_python_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    help(MegatronDDPStrategy.__init__)
-    assert "use_distributed_optimizer: bool = True" in capsys.readouterr().out
 
 
 def test_a_strategy_can_be_pickled() -> None:

@@ -6,7 +6,7 @@ With data it is rare that all ranks meet the error in the same batch: a broken s
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
@@ -56,18 +56,6 @@ class Broken(Dataset[Any]):
         if index in self.broken:
             raise BrokenSampleError(f"sample {index}")
         return self.samples[index]  # type: ignore[no-any-return]
-
-
-class BrokenStream(IterableDataset[Any]):
-    """The same for every rank, without a length: Lightning fetches a batch ahead, to know the last one."""
-
-    def __init__(self, first_broken: int) -> None:
-        self.samples, self.first_broken = loader().dataset, first_broken
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for index in range(self.first_broken):
-            yield self.samples[index]
-        raise BrokenSampleError(f"sample {self.first_broken}")
 
 
 def fit_broken(data: Dataset[Any], callbacks: tuple[pl.Callback, ...] = ()) -> None:
@@ -125,17 +113,6 @@ def test_a_rank_that_goes_on_alone_is_stopped_before_it_meets_the_others_collect
 # --- all ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_fit_works_when_all_ranks_had_a_broken_sample_in_the_same_batch(ranks: Ranks) -> None:
-    broken = Broken(IN_THE_SAME_BATCH)
-    assert ranks.run(fit_after_broken, broken) == [f"sample {index}" for index in IN_THE_SAME_BATCH]
-
-
-def test_the_next_fit_works_when_a_stream_ended_in_an_error(ranks: Ranks) -> None:
-    """It comes a batch early, as the batch before the broken one is about to be trained on."""
-    stream = BrokenStream(BATCH * BATCH_SIZE)
-    assert ranks.run(fit_after_broken, stream) == [f"sample {BATCH * BATCH_SIZE}"] * 2
-
-
 def test_a_checkpoint_is_saved_when_all_ranks_had_a_broken_sample_in_the_same_batch(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -151,31 +128,6 @@ def fit_saving(data: Dataset[Any], directory: Path) -> None:
 
 
 # --- after the last batch --------------------------------------------------------------------------------------------
-
-
-class RaisesAtTheEnd(pl.Callback):
-    """After the last collective of a fit, on one rank: what a rank writes for all does that, when the disk is full."""
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_rank == 0:
-            raise BrokenSampleError("no space left")
-
-
-def test_the_next_fit_works_when_one_rank_failed_after_the_last_collective(ranks: Ranks) -> None:
-    """The others know of no exception, and need not."""
-    ranks.run(fit_after_late_error)
-
-
-def fit_after_late_error() -> None:
-    MegatronDDPStrategy.patience = timedelta(seconds=PATIENCE_S)
-    trainer = make_trainer(make_strategy("megatron_ddp"), callbacks=[RaisesAtTheEnd()])
-    if trainer.global_rank == 0:
-        with pytest.raises(BrokenSampleError):
-            trainer.fit(AwkwardModule(), loader())
-    else:
-        trainer.fit(AwkwardModule(), loader())
-    again = fit("megatron_ddp")
-    assert_same_tensors(again.weights, fit("ddp").weights)
 
 
 # --- in a worker's process -------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,17 +30,6 @@ def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks
     for outcome in ranks.outcomes(fit_lbfgs, "megatron_ddp"):
         assert_failed(outcome, "LBFGS", kind="OptimizerNotShardableError")
         assert ALL_REDUCE_OPTION in outcome.message, "in the words of a Trainer's user"
-
-
-class EndsItsMessageWithAStop(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise ValueError("Whole matrices only.")
-
-
-def test_an_optimizers_own_words_are_quoted_within_a_sentence(ranks: Ranks) -> None:
-    job = functools.partial(AwkwardModule, optimizer=functools.partial(EndsItsMessageWithAStop, lr=0.1))
-    for outcome in ranks.outcomes(fit_of, job):
-        assert 'raised ValueError: Whole matrices only. Pass strategy="megatron_ddp_all_reduce" or' in outcome.message
 
 
 def fit_of(make_module: Any) -> Fit:
@@ -136,41 +124,6 @@ def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(
     assert all("parameter 11 of group 0, of shape (3, 5)" in text for text in told[0])
 
 
-class OthersParameters(LBFGS):
-    """An optimizer of its own for what the module has not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.stranger = [nn.Parameter(torch.ones(3))]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        loss = super().training_step(batch, batch_idx) + (self.stranger[0] * batch[0].mean()).square().sum()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.parameters(), lr=0.1), torch.optim.Adam(self.stranger, lr=0.1)]
-
-
-def fit_others(name: str) -> tuple[Fit, Tensor]:
-    module = OthersParameters()
-    return fit(name, module=module, max_epochs=1), module.stranger[0].detach()
-
-
-def test_an_optimizer_of_which_the_module_has_nothing_is_left_as_it_is(ranks: Ranks) -> None:
-    ours, theirs = (ranks.run(fit_others, name) for name in ("megatron_ddp", "ddp"))
-    for (fit_ours, stranger), (fit_theirs, its_stranger) in zip(ours, theirs, strict=True):
-        assert_equal(fit_ours.weights, fit_theirs.weights)
-        assert torch.equal(stranger, its_stranger)
-    told = [[text for text in result.warnings if "belong to no wrapped model" in text] for result, _ in ours]
-    assert [len(texts) for texts in told] == [1, 0]
-
-
 def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
     """Under ddp that is an error in the next forward, without a name; here it comes at once, on both ranks."""
     for outcome in ranks.outcomes(fit, "megatron_ddp", strategy_options={"find_unused_parameters": False}):
@@ -198,19 +151,6 @@ def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None
     assert isinstance(raising, Failure)
     assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
     assert_failed(waiting, "rank 0 of 2", "another rank ended", kind="CollectiveError", within_s=30)
-
-
-def full_grad_outside_a_fit() -> None:
-    strategy = make_strategy("megatron_ddp")
-    module = AwkwardModule()
-    make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(module, loader())
-    with pytest.raises(RuntimeError, match="during a fit"):
-        strategy.full_grad(module.scale)  # type: ignore[attr-defined]
-
-
-def test_full_grad_outside_a_fit_is_an_error(ranks: Ranks) -> None:
-    """There is no engine then to ask."""
-    ranks.run(full_grad_outside_a_fit)
 
 
 class Averaging(torch.optim.Optimizer):

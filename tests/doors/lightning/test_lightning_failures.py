@@ -114,19 +114,6 @@ def fit_finding_a_rate(directory: Path) -> str:
     return str(raised.value)
 
 
-def test_with_all_reduce_rank_0_saves_though_nobody_else_comes(ranks: Ranks, tmp_path: Path) -> None:
-    """It has everything; the others are still waiting when its patience ends."""
-    ranks.outcomes(fit_saving_impatiently, tmp_path / "run")
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] == BATCH
-
-
-def fit_saving_impatiently(directory: Path) -> None:
-    MegatronDDPStrategy.patience = timedelta(seconds=1)  # this process ends with the exception
-    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
-    fit_raising("forward", 0, False, (checkpoint,))
-
-
 class RaisesInEverySave(AwkwardModule):
     """On rank 1: in the one that ModelCheckpoint makes on the exception, too."""
 
@@ -225,23 +212,6 @@ def fit_again_after_exception_in_hook(hook: str, directory: Path) -> str:
     return str(raised.value)
 
 
-def test_an_exception_in_validation_alone_is_noticed_by_all(ranks: Ranks) -> None:
-    first, second = ranks.run(validate_again_after_exception)
-    assert second == "validation_step"
-    assert first.endswith("was given up: rank 1: OnPurposeError: validation_step")
-
-
-def validate_again_after_exception() -> str:
-    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
-        make_trainer(make_strategy("megatron_ddp")).validate(RaisesOutsideBatches("validation_step"), loader())
-    module = AwkwardModule()
-    ours, ddp = (
-        make_trainer(make_strategy(name)).validate(module, loader(), verbose=False) for name in ("megatron_ddp", "ddp")
-    )
-    assert ours == ddp
-    return str(raised.value)
-
-
 # --- all ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -301,52 +271,3 @@ def test_a_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place:
     assert state["global_step"] == BATCH
     trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
     assert len(state["optimizer_states"][0]["state"]) == len(trainable)
-
-
-class SavesUnderOneName(pl.Callback):
-    """Saves itself, under a name that rank 0 chooses, as tools do that put the time into it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.chosen: list[str] = []
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        name = trainer.strategy.broadcast(f"of-rank-{trainer.global_rank}")
-        stopped_by = trainer.strategy.broadcast(str(exception), src=1)
-        self.chosen = [name, stopped_by]
-        trainer.save_checkpoint(self.directory / f"{name}.ckpt")
-
-
-def test_what_one_rank_chooses_after_an_exception_reaches_the_others(ranks: Ranks, tmp_path: Path) -> None:
-    for chosen in ranks.run(choose_after_exception, tmp_path):
-        assert chosen == ["of-rank-0", "rank 1"]
-    assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0.ckpt"]
-
-
-def choose_after_exception(directory: Path) -> list[str]:
-    saves = SavesUnderOneName(directory)
-    with pytest.raises(OnPurposeError):
-        fit_raising("forward", None, True, (saves,))
-    return saves.chosen
-
-
-class GathersOnRank1(pl.Callback):
-    """On one rank alone, as code under ``if trainer.is_global_zero`` does."""
-
-    gathered: list[float] | None = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        if trainer.global_rank == 1:
-            self.gathered = pl_module.all_gather(torch.tensor(1.0)).tolist()
-
-
-def test_a_gather_after_an_exception_does_not_wait_for_a_rank_that_left(ranks: Ranks) -> None:
-    """``(1,)``: the other rank was not there. The default group would wait until its timeout."""
-    assert ranks.run(gather_after_exception) == [None, [1.0]]
-
-
-def gather_after_exception() -> list[float] | None:
-    gathers = GathersOnRank1()
-    with pytest.raises(OnPurposeError):
-        fit_raising("forward", None, True, (gathers,))
-    return gathers.gathered

@@ -8,21 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.doors.features.hooks import (
-    DropsGradients,
-    DropsGradientsLater,
-    OwnBackward,
-    ScalesLocalGradients,
-    WritesGradients,
-    ZeroesInPlace,
-    changed,
-)
-
-from ..fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
+from ..fits import AwkwardModule, Fit, fit
 from ..matrix import MODES
 from ..rank_processes import Ranks, assert_failed
 
@@ -83,39 +72,7 @@ def test_grad_norm_is_the_norm_of_each_whole_gradient_and_of_all(
             assert torch.equal(found[name], second.found[batch][name])
 
 
-def check_errors_of_grad_norm() -> None:
-    strategy: Any = make_strategy("megatron_ddp")
-    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
-    with pytest.raises(RuntimeError, match=r"grad_norm\(\) works during a fit"):
-        strategy.grad_norm()
-    trainer.fit(AwkwardModule(), loader())
-    with pytest.raises(RuntimeError, match=r"grad_norm\(\) works during a fit"):
-        strategy.grad_norm()
-    for wrong in (0, -1.0):
-        with pytest.raises(ValueError, match="expected a positive number, or 'inf'"):
-            strategy.grad_norm(wrong)
-        with pytest.raises(ValueError, match="must be a positive number or 'inf'"):
-            grad_norm(AwkwardModule(), wrong)
-
-
-def test_grad_norm_says_what_it_wants(ranks: Ranks) -> None:
-    ranks.run(check_errors_of_grad_norm)
-
-
 # --- what hooks change -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "kind", [DropsGradients, DropsGradientsLater, WritesGradients, ScalesLocalGradients, OwnBackward, ZeroesInPlace]
-)
-def test_what_the_matrix_compares_changes_the_weights(ranks: Ranks, kind: type[AwkwardModule]) -> None:
-    """A hook that did nothing would be equal under every strategy."""
-    options = {"accumulate_grad_batches": 3} if kind is ScalesLocalGradients else {}
-    with_hook = ranks.run(changed, "ddp", {}, kind=kind, **options)[0]
-    without = ranks.run(changed, "ddp", {}, kind=AwkwardModule, **options)[0]
-    changes = [not torch.equal(value, without.weights[name]) for name, value in with_hook.weights.items()]
-    assert any(changes)
 
 
 class FreezesItsLastLayer(AwkwardModule):

@@ -102,28 +102,6 @@ def test_a_blocked_backward_sends_nothing_and_any_other_every_bucket_once(
 # --- closures --------------------------------------------------------------------------------------------------------
 
 
-class ReturnsFromClosure(Manual):
-    """``step`` gives what the closure returned, which some users log."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            return loss.detach()
-
-        returned = optimizer.step(closure=closure)
-        assert returned.item() == self.losses[-1]
-
-
-@EITHER_MODE
-def test_step_returns_what_its_closure_returned(ranks: Ranks, mode: str) -> None:
-    for result in ranks.run(manual, "megatron_ddp", MODES[mode], ReturnsFromClosure):
-        assert len(result.losses) == 7
-
-
 # --- a rank that leaves a batch out ----------------------------------------------------------------------------------
 
 
@@ -205,29 +183,6 @@ def assert_same_params(actual: Fit, expected: Fit) -> None:
     """BatchNorm's statistics are each rank's own."""
     for name, _ in AwkwardModule().named_parameters():
         torch.testing.assert_close(actual.weights[name], expected.weights[name], rtol=0, atol=0)
-
-
-class StepsAnOptimizerOfItsOwn(Manual):
-    """Which ``configure_optimizers`` does not return."""
-
-    def configure_optimizers(self) -> None:  # type: ignore[override]
-        return None
-
-    def on_fit_start(self) -> None:
-        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.own.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.own.step()
-
-
-def test_an_optimizer_that_the_strategy_does_not_know_trains_or_is_refused(ranks: Ranks) -> None:
-    for failure in ranks.outcomes(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn):
-        assert_failed(failure, "the optimizer that configure_optimizers", kind="ReducedGradError")
-    replicated = {"use_distributed_optimizer": False}
-    ours = ranks.run(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn, replicated)
-    assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", StepsAnOptimizerOfItsOwn)[0].weights)
 
 
 class SkipsABackward(Manual):

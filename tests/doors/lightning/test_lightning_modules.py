@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from tests.doors.features.changed_modules import Lazy
 from tests.doors.features.classifiers import Classifier, Plain, fitted, trained, wrap_again
-from tests.doors.features.modules import Normalised, OnlySparse, Sparse, compiled
+from tests.doors.features.modules import Sparse, compiled
 
 from ..fits import Fit, assert_same_fit, assert_same_tensors, fit
 from ..matrix import MODES
@@ -170,30 +170,7 @@ def test_adam_trains_sparse_embeddings_as_dense_ones(ranks: Ranks, mode: str) ->
         assert_same_fit(mine, other)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sparse_adam_is_refused(ranks: Ranks, mode: str) -> None:
-    """It steps with sparse gradients only, and there are none: no step is taken with wrong ones."""
-    for outcome in ranks.outcomes(trained, "megatron_ddp", MODES[mode], build=OnlySparse, optimizer=sparse_adam):
-        assert_failed(outcome, "SparseAdam")
-        assert "Adam instead" in outcome.message or "use_distributed_optimizer=False" in outcome.message
-
-
-def sparse_adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SparseAdam(params, lr=1e-2)
-
-
 # --- refused as under ddp --------------------------------------------------------------------------------------------
-
-
-def test_sync_batchnorm_on_cpu_fails_as_under_ddp(ranks: Ranks) -> None:
-    """torch's SyncBatchNorm takes no CPU tensors. That it is asked shows that layers are converted for us too."""
-    refusals = {
-        "ddp": "SyncBatchNorm layers only work with GPU modules",  # when wrapped
-        "megatron_ddp": "SyncBatchNorm expected input tensor to be on",  # when used
-    }
-    for name, reason in refusals.items():
-        for outcome in ranks.outcomes(trained, name, {}, build=Normalised, sync_batchnorm=True):
-            assert_failed(outcome, reason, kind="ValueError")
 
 
 @pytest.mark.parametrize("mode", MODES)

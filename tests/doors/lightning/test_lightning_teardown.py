@@ -17,9 +17,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from ..fits import AwkwardModule, assert_same_tensors, loader, make_strategy, make_trainer
 from ..rank_processes import Failure, Ranks
 
 
@@ -105,44 +104,6 @@ def count_groups() -> tuple[int, int]:
     return counts[0], counts[-1]
 
 
-def test_an_optimizer_that_one_fit_tried_is_not_tried_by_the_next(ranks: Ranks) -> None:
-    for first, second, third in ranks.run(count_operations):
-        assert first > 2 * second
-        assert third == second
-
-
-def count_operations() -> list[int]:
-    """How many of torch's operations the set-up of an optimizer takes in each of three fits."""
-    counts = []
-    for _ in range(3):
-        trainer = make_trainer(make_strategy("megatron_ddp"), max_steps=1)
-        set_up, operations = trainer.strategy.setup_optimizers, Operations()
-
-        def counted(trainer: pl.Trainer, set_up: Any = set_up, operations: Operations = operations) -> None:
-            with operations:
-                set_up(trainer)
-
-        trainer.strategy.setup_optimizers = counted  # type: ignore[method-assign]
-        trainer.fit(AwkwardModule(optimizer=with_unusual_lr), loader())
-        counts.append(operations.count)
-    return counts
-
-
-def with_unusual_lr(params: Any) -> torch.optim.Optimizer:
-    """That no other test's fit in this process has."""
-    return torch.optim.AdamW(params, lr=0.0123)
-
-
-class Operations(TorchDispatchMode):
-    """Counts those of torch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_fit_that_raises_leaves_a_plain_module_too(ranks: Ranks) -> None:
     """A notebook user corrects the error and goes on with the same module and plugin."""
     ranks.run(check_plain_after_error)
@@ -182,40 +143,6 @@ def assert_plain_plugin(plugin: MixedPrecision, scaler: Any) -> None:
 
 
 # --- nothing global --------------------------------------------------------------------------------------------------
-
-
-def test_a_fit_under_ddp_is_not_affected_by_one_before_it(ranks: Ranks) -> None:
-    """No global patches: with clipping, accumulation and bf16 autocast, ddp gives its own bits before and after."""
-    ranks.close()  # processes in which no test has run
-    for before, after in ranks.run(fit_ddp_around_ours):
-        assert_same_fit(after, before)
-
-
-def fit_ddp_around_ours() -> tuple[Any, Any]:
-    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3, "precision": "bf16-mixed"}
-    before = fit("ddp", **options)
-    fit("megatron_ddp", **options)
-    return before, fit("ddp", **options)
-
-
-@pytest.mark.long
-def test_a_precision_plugin_shared_between_trainers_is_left_as_it_was(ranks: Ranks) -> None:
-    """The engine's clipping and scaler are lent to the plugin for one fit; scale and growth go on where they were."""
-    ours, theirs = (ranks.run(fit_often_with_one_plugin, name) for name in ("megatron_ddp", "ddp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine[1] == other[1]
-        assert_same_fit(mine[0], other[0])
-
-
-def fit_often_with_one_plugin(name: str) -> tuple[Any, dict[str, Any]]:
-    plugin = half_precision()
-    scaler = plugin.scaler
-    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
-    for _ in range(2):
-        fit(name, plugins=[plugin], **clip)
-        assert_plain_plugin(plugin, scaler)
-    result = fit("ddp", plugins=[plugin], **clip)
-    return result, plugin.state_dict()
 
 
 def test_a_failed_job_is_reported_with_its_traceback(ranks: Ranks) -> None:

@@ -12,14 +12,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megastrategy import SaveOnStop
-from megastrategy.core import OpenDirectory
 
-from ..fits import fit, make_strategy, make_trainer
+from ..fits import make_strategy, make_trainer
 from ..rank_processes import Ranks, number_of_ranks
 from ..resumed_fits import Regression, Trained
 
@@ -156,55 +154,3 @@ def test_no_minimum_is_cut_short(ranks: Ranks, tmp_path: Path) -> None:
     second = ranks.run(fit_until, SIZE, str(tmp_path), resume=True, **options)
     assert [part.step for part in first] == [11, 11]
     assert_goes_on(first, second, whole)
-
-
-def test_lightnings_own_checkpoints_are_made_as_ever(tmp_path: Path) -> None:
-    trainer = pl.Trainer(callbacks=[SaveOnStop(tmp_path)], default_root_dir=tmp_path, accelerator="cpu", logger=False)
-    assert [type(callback) for callback in trainer.checkpoint_callbacks] == [ModelCheckpoint]
-
-
-@pytest.mark.long
-def test_a_stopped_fit_goes_on_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
-    """The file is Lightning's; without the sampler's place the epoch begins anew there."""
-    first = ranks.run(fit_until, SIZE, str(tmp_path), way="should_stop", batch=8, name="megatron_ddp")
-    second = ranks.run(fit_until, SIZE, str(tmp_path), resume=True, name="ddp")
-    assert [part.step for part in first] == [8, 8]
-    assert [part.trained[0][0] for part in second] == [1, 1]
-    assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 8
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("interrupted", [(0,), (1,), (0, 1)])
-def test_ctrl_c_while_a_directory_is_saved_saves_here_too(
-    ranks: Ranks, tmp_path: Path, interrupted: tuple[int, ...]
-) -> None:
-    """On whichever ranks it comes, all end as after Ctrl-C."""
-    assert ranks.run(stop_in_a_save, tmp_path, interrupted) == ["SystemExit"] * 2
-    # Rank 0 may have completed the other one before it knew.
-    assert {"stopped.ckpt"} <= {child.name for child in tmp_path.iterdir()} <= {"stopped.ckpt", "other.ckpt"}
-    assert torch.load(tmp_path / "stopped.ckpt" / "meta.pt", weights_only=False)["global_step"] == 4
-    assert OpenDirectory(tmp_path / "stopped.ckpt").read("optimizer_0")
-
-
-def stop_in_a_save(folder: Path, interrupted: tuple[int, ...]) -> str:
-    """Ctrl-C comes when this rank's part is on its way to the disk."""
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        os.fsync = real
-        os.kill(os.getpid(), signal.SIGINT)
-        real(descriptor)
-
-    class SavesOnce(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                if trainer.global_rank in interrupted:
-                    os.fsync = fsync
-                trainer.save_checkpoint(folder / "other.ckpt")
-
-    options = {"strategy_options": {"state_dict_type": "sharded"}, "callbacks": [SaveOnStop(folder), SavesOnce()]}
-    try:
-        fit("megatron_ddp", **options)
-    except SystemExit as error:
-        return type(error).__name__
-    return "ran to its end"

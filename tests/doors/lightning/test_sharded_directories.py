@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import time
@@ -20,13 +19,12 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from megastrategy import MegatronDDPStrategy
 from megastrategy._checkpoints import directories
-from megastrategy._checkpoints.directories import remove_directory
 from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from tests.support.patience import HANG_S
 
 from ..fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
-from ..rank_processes import Failure, Ranks
+from ..rank_processes import Ranks
 from .test_lightning_checkpoints import assert_same_value, fit_and_save, resume, small_steps
 
 SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
@@ -130,26 +128,6 @@ def fit_into_a_file(path: Path) -> str:
 
 
 # --- replaced, refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_kind_of_checkpoint_may_change_under_the_same_name(ranks: Ranks, tmp_path: Path) -> None:
-    """As ``last.ckpt`` does when a run is resumed with another ``state_dict_type``."""
-    kinds = ranks.run(save_in_turns, tmp_path / "last.ckpt")
-    assert kinds[0] == ["directory", "file", "directory", "directory"]
-    assert folder_of(tmp_path) == {"last.ckpt"}
-
-
-def save_in_turns(path: Path) -> list[str]:
-    kinds = []
-    for kind in ("sharded", "full", "sharded", "sharded"):
-        strategy = make_strategy("megatron_ddp", state_dict_type=kind)
-        trainer = make_trainer(strategy, max_epochs=1)
-        trainer.fit(AwkwardModule(), loader())
-        trainer.save_checkpoint(path)
-        kinds.append("directory" if path.is_dir() else "file")
-        torch.distributed.barrier()
-    return kinds
 
 
 class OtherIO(TorchCheckpointIO):
@@ -270,13 +248,6 @@ def test_fabric_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
 # --- optimizers of other kinds ---------------------------------------------------------------------------------------
 
 
-class WithoutOptimizer(AwkwardModule):
-    """Only looks at its data."""
-
-    def configure_optimizers(self) -> None:  # type: ignore[override]
-        return None
-
-
 def whole_adafactor(params: Any) -> torch.optim.Optimizer:
     """Keeps a number for each row and each column."""
     return torch.optim.Adafactor(params, lr=1e-2)
@@ -294,10 +265,6 @@ def fit_and_resume(folder: Path, make: Any, options: dict[str, Any]) -> None:
         trainer.save_checkpoint(folder / "last.ckpt")
     for name, value in module.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
-
-
-def test_a_module_without_optimizers_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(fit_and_resume, tmp_path, WithoutOptimizer, {})
 
 
 def test_state_that_is_not_element_wise_resumes_with_all_reduce(ranks: Ranks, tmp_path: Path) -> None:
@@ -323,18 +290,6 @@ def fit_and_save_own(path: Path) -> dict[str, Any]:
     trainer.fit(module, loader())
     trainer.save_checkpoint(path)
     return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_directory_of_the_users_is_not_replaced(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """In the full format rank 0 raises alone, and the other ends with its process."""
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "precious.txt").write_text("mine")
-    zero, one = ranks.outcomes(fit_and_save_kind, tmp_path / "results", kind)
-    assert "it is a directory, and no checkpoint" in zero.message
-    assert isinstance(one, Failure)
-    assert folder_of(tmp_path / "results") == {"precious.txt"}
-    assert folder_of(tmp_path) == {"results"}
 
 
 def fit_and_save_kind(path: Path, kind: str) -> None:
@@ -391,72 +346,6 @@ class Counts(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.found.append(self._count())
-
-
-def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    """ModelCheckpoint removes the old one as soon as it has asked for the new one."""
-    for found in ranks.run(fit_slowly_in_background, tmp_path / "run"):
-        assert set(found[3:]) == {1, 2} or set(found[3:]) == {1}
-    assert len(folder_of(tmp_path / "run")) == 1
-
-
-def directory_at(path: Path) -> Path:
-    path.mkdir()
-    (path / ".metadata").write_bytes(b"")
-    return path
-
-
-def test_a_removal_that_is_cut_off_leaves_no_part_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next removal of that name is not hindered by the rest, and those of other names leave it alone: they may be
-    another run's, in the middle of its removal."""
-
-    def cut_off(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    one, two = directory_at(tmp_path / "one.ckpt"), directory_at(tmp_path / "two.ckpt")
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            remove_directory(one)
-    assert folder_of(tmp_path) == {".one.ckpt.removed", "two.ckpt"}
-    remove_directory(two)
-    assert folder_of(tmp_path) == {".one.ckpt.removed"}
-    remove_directory(directory_at(one))
-    assert folder_of(tmp_path) == set()
-
-
-def test_of_a_link_the_link_is_removed(tmp_path: Path) -> None:
-    directory_at(tmp_path / "one.ckpt")
-    (tmp_path / "last.ckpt").symlink_to("one.ckpt")
-    remove_directory(tmp_path / "last.ckpt")
-    assert folder_of(tmp_path) == {"one.ckpt"}
-    assert folder_of(tmp_path / "one.ckpt") == {".metadata"}
-
-
-@pytest.mark.long
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("keeps", [1, -1])
-def test_links_to_the_last_checkpoint_have_names_that_vary(ranks: Ranks, tmp_path: Path, keeps: int) -> None:
-    """``save_last="link"``: Lightning has the strategy remove the link before it, as under "ddp"; rests of a removal
-    that was cut off hinder none."""
-    ours, theirs = tmp_path / "ours", tmp_path / "ddp"
-    for step in (3, 6):
-        (ours / f".last-step={step}.ckpt.removed" / "rest").mkdir(parents=True)
-        (ours / f".step={step}.ckpt.removed" / "rest").mkdir(parents=True)
-    ranks.run(fit_with_links, ours, keeps, "megatron_ddp", **SHARDED)
-    ranks.run(fit_with_links, theirs, keeps, "ddp")
-    assert {name for name in folder_of(ours) if not name.startswith(".")} == folder_of(theirs)
-    assert os.readlink(ours / "last-step=14.ckpt") == os.readlink(theirs / "last-step=14.ckpt") == "step=12.ckpt"
-    ranks.run(resume, "megatron_ddp", str(ours / "last-step=14.ckpt"), **SHARDED)
-
-
-def fit_with_links(folder: Path, keeps: int, name: str, **options: Any) -> None:
-    last = {"save_last": "link", "every_n_train_steps": 3, "save_top_k": keeps, "monitor": "step", "mode": "max"}
-    saver = ModelCheckpoint(folder, "{step}", **last)
-    saver.CHECKPOINT_NAME_LAST = "last-{step}"
-    fit(name, callbacks=[saver], enable_checkpointing=True, **options)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off"])

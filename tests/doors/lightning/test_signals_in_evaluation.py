@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.scripts import Done, run_script
+from tests.support.scripts import run_script
 
 from ..fits import BUCKET_SIZE, make_strategy, make_trainer
 from ..rank_processes import Failure, Ranks
@@ -160,23 +160,6 @@ def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path
         assert torch.load(path, weights_only=True)["global_step"] == 5
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("at_the_end", ["log", "all_reduce", "nothing"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_at_the_end_of_a_validation_ends_too(
-    ranks: Ranks, tmp_path: Path, rank: int, at_the_end: str
-) -> None:
-    """It waits in a reduction of the Trainer's, in one without a watchdog, or before its next batch."""
-    options: dict[str, Any] = {"fast": 1 - rank, "at_the_end": at_the_end, "timeout_s": 40}
-    outcomes = ranks.outcomes(run, "validation", rank, tmp_path, **options)
-    if at_the_end == "all_reduce" and rank == 0:
-        # What ends the other's wait is the end of rank 0, and with it the store that says why; "ddp" ends so, too.
-        assert [outcome.kind for outcome in outcomes] == [SIGTERMException.__name__, "RuntimeError"]
-        assert since_the_first(tmp_path) < LIMIT_S + 5, "rank 0 waits for the other that long"
-    else:
-        assert_ended_for_sigterm(outcomes, tmp_path)
-
-
 # --- to save and queue again -----------------------------------------------------------------------------------------
 
 NUM_EVALUATED = 40
@@ -235,76 +218,7 @@ def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path
 
 # --- between two fits ------------------------------------------------------------------------------------------------
 
-TWO_FITS = """
-import functools
-import os
-import pathlib
-import signal
-import sys
-import time
-
-from tests.doors.lightning.test_signals_in_evaluation import run
-
-fit = functools.partial(run, "validation", -1, devices=int(sys.argv[1]), fast=int(os.environ["RANK"]))
-fit(pathlib.Path("first"))
-print("SENT", time.time(), flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(60)
-fit(pathlib.Path("second"))
-"""
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_sigterm_between_two_fits_ends_the_process_at_once(tmp_path: Path, devices: int) -> None:
-    """As without any Trainer: a fit gives back the handlers that it found."""
-    (tmp_path / "script.py").write_text(TWO_FITS)
-    launched = {"TORCHELASTIC_RUN_ID": "fits"}
-    done = run_script(tmp_path / "script.py", devices, cwd=tmp_path, ranks=devices, environment=launched)
-    assert_died_of_sigterm_at_once(done, devices)
-
-
-def assert_died_of_sigterm_at_once(done: Done, num_ranks: int) -> None:
-    """Called when they have ended. Each has said when the signal was sent."""
-    ended_at = time.time()
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    sent_at = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SENT")]
-    assert len(sent_at) == num_ranks
-    assert ended_at - min(sent_at) < LIMIT_S
-
-
 # --- without a Trainer -----------------------------------------------------------------------------------------------
-
-LOOP = """
-import importlib
-import os
-import signal
-import sys
-import time
-
-import torch
-
-accelerator = importlib.import_module(sys.argv[1]).Accelerator(cpu=True)
-assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
-net = torch.nn.Linear(8, 8)
-net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-for batch in range(100):
-    accelerator.backward(net(torch.ones(4, 8)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    if batch == 3:
-        print("SENT", time.time(), flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("module", ["accelerate", "megastrategy.accelerate"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_sigterm_ends_an_accelerate_loop_at_once(tmp_path: Path, size: int, module: str) -> None:
-    """It has no handler there: a process that gets it ends, with accelerate's own class as with ours."""
-    (tmp_path / "loop.py").write_text(LOOP)
-    assert_died_of_sigterm_at_once(run_script(tmp_path / "loop.py", module, cwd=tmp_path, ranks=size), size)
-
 
 # --- one rank --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.comparison import assert_equal
 
-from ..matrix import DOCUMENT, MODES, Beyond, Feature, collect, table
+from ..matrix import DOCUMENT, MODES, Beyond, collect, table
 from ..rank_processes import Failure, Ranks
 
 FEATURES, BEYOND = collect()
@@ -77,15 +77,3 @@ def test_what_ddp_cannot_do_has_its_test(item: Beyond) -> None:
 
 def test_the_document_says_what_the_tests_say() -> None:
     assert DOCUMENT.read_text() == table(), "write it again: python -m tests.doors.matrix"
-
-
-def test_the_comparison_notices_a_difference() -> None:
-    for actual, expected in [(1.0, 1.5), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("x", None), (float("nan"), 1.0)]:
-        with pytest.raises(AssertionError):
-            assert_equal(actual, expected)
-
-
-def test_features_have_names_of_their_own() -> None:
-    names = [str(feature) for feature in FEATURES]
-    assert len(names) == len(set(names))
-    assert all(isinstance(feature, Feature) for feature in FEATURES)

@@ -106,15 +106,6 @@ def test_training_on_one_rank_runs_no_collective(one_rank: Ranks, job: Any, mode
     assert one_rank.run(job, "megatron_ddp", MODES[mode]) == [{}]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("job", [collectives_of_a_fit, collectives_of_a_loop], ids=["Trainer", "Fabric"])
-def test_collectives_are_counted(ranks: Ranks, one_rank: Ranks, job: Any) -> None:
-    """Or nothing would be none: "ddp" has some on one rank, and ours on two."""
-    assert one_rank.run(job, "ddp", {})[0]["allreduce_"] > 0
-    for counts in ranks.run(job, "megatron_ddp", MODES["reduce-scatter"]):
-        assert counts["reduce-scatter"] > 0
-
-
 # --- found by Lightning's own tests (docs/lightnings_own_tests.md) ---------------------------------------------------
 
 
@@ -148,21 +139,3 @@ def calls_of_replaced_methods() -> tuple[list[str], bool]:
     epoch_loop.advance, epoch_loop.val_loop._evaluation_step = replaced.values()
     trainer.fit(Normed(), loader(), loader())
     return called, [epoch_loop.advance, epoch_loop.val_loop._evaluation_step] == list(replaced.values())
-
-
-def test_lightnings_optimizer_is_printed_as_what_it_is(one_rank: Ranks) -> None:
-    ((printed, wrapped),) = one_rank.run(printed_optimizers)
-    assert wrapped.startswith("DistributedOptimizer(AdamW (")
-    assert printed == f"Lightning{wrapped}", "as it prints torch's"
-
-
-def printed_optimizers() -> tuple[str, str]:
-    module = Normed()
-    make_trainer(make_strategy("megatron_ddp"), max_steps=1, callbacks=[Prints()]).fit(module, loader(), loader())
-    return module.printed
-
-
-class Prints(pl.Callback):
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        optimizer = pl_module.optimizers()
-        pl_module.printed = str(optimizer), str(optimizer.optimizer)
