@@ -17,7 +17,8 @@ class LayoutMismatchError(MegastrategyError):
 
 
 class ParameterChangedError(MegastrategyError):
-    """A parameter no longer has the dtype, shape or device that its place in the buffers was made for."""
+    """A parameter no longer has the dtype, shape or device that its place in the buffers was made for, or user code has
+    replaced it, or stepped it during a backward."""
 
 
 class UnusedParameterError(MegastrategyError):

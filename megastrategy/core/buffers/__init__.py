@@ -2,7 +2,7 @@
 
 from .contiguous_buffers import ContiguousGradBuffers
 from .flattened_buffers import FlattenedGradBuffers
-from .grad_buffers import GradBuffers, has_unreduced, late_grad, pop_late_grad, slice_view
+from .grad_buffers import GradBuffers, has_unreduced, late_grad, pop_late_grad, slice_view, stepped_in_backward
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .nonfinite import FiniteCheck, NonFinite, describe_nonfinite
 from .param_buffers import ParamBuffers
@@ -27,5 +27,6 @@ __all__ = [
     "late_grad",
     "pop_late_grad",
     "slice_view",
+    "stepped_in_backward",
     "withdraw_main_grads",
 ]

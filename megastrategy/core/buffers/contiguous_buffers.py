@@ -22,9 +22,9 @@ from torch import Tensor
 from ..errors import MainGradError
 from ..module import LocalParts
 from ..wire import round_in_place
-from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, slice_view
+from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, slice_view, stepped_in_backward
 from .main_grads import has_main_grad, pop_added_flag, remove_main_grad, set_main_grad
-from .reduced_grad import ReducedGrad
+from .reduced_grad import ReducedGrad, inside_backward
 
 FILLED_NUMEL = 2**14
 """The first gradient of a view of this size is copied: two passes over 64 kB take as long as a call from Python."""
@@ -261,7 +261,9 @@ class ContiguousGradBuffers(GradBuffers):
             grad = param.grad
             if grad is None and index in self._main_grads_pending and has_grad[index]:
                 grad = view
-            if grad is None:  # dropped in this backward: the view still has it, and would send it
+            if grad is None:  # dropped since: the view still has it, and would send it
+                if has_grad[index] and inside_backward():
+                    raise stepped_in_backward(self.layout.params[index].name)
                 self._zero_param(index)
                 has_grad[index] = False
             elif grad is not view or grad.data_ptr() != addresses[index]:

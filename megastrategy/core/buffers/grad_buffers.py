@@ -483,6 +483,16 @@ class GradBuffers(ABC):
                 param.grad = grad
 
 
+def stepped_in_backward(name: str) -> ParameterChangedError:
+    """Returns the error for a parameter that a hook has stepped, or whose gradient it has dropped, in a backward."""
+    return ParameterChangedError(
+        f"parameter {name!r} was changed, or its .grad set to None, during a backward: an optimizer that steps in a "
+        "gradient hook (register_post_accumulate_grad_hook or register_hook: optimizer in backward, LOMO) uses this "
+        "rank's own gradient, and the ranks' weights would part. Step after backward(), with a DistributedOptimizer; "
+        'for gradients in less memory, DistributedDataParallelConfig(grad_buffer="pooled")'
+    )
+
+
 def check_unchanged(part: Tensor, spec: ParamSpec) -> None:
     """Raises ParameterChangedError if a parameter's part no longer has the dtype and shape of its place."""
     if part.dtype != spec.dtype or part.shape != spec.shape:

@@ -286,7 +286,7 @@ class Engine:
 
     def check_params(self) -> None:
         """Raises an error for a replaced parameter, and includes unfrozen ones. Cheap enough before every forward."""
-        if self.watch.has_changed():
+        if self.watch.has_changed() and not self.watch.is_overridden():
             # Their errors are more precise than that of the watch.
             check_module(self.module, self._kind)
             self._check_parts()

@@ -57,6 +57,11 @@ class GradHooks:
             self._hooks_of.append(hooks)
         self._num_hooks = sum(map(len, self._hooks_of))
 
+    @property
+    def has_others(self) -> bool:
+        """Whether a parameter has other hooks of this kind, at the last :meth:`move_to_end`."""
+        return self._num_hooks > len(self._handles)
+
     def move_to_end(self) -> None:
         """Moves behind the hooks that were registered since."""
         # A count is cheap enough before every forward, for thousands of parameters.

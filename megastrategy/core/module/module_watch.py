@@ -53,6 +53,12 @@ class ModuleWatch:
             or any(holder[key] is not param for holder, key, param in self._scripted)
         )
 
+    def is_overridden(self) -> bool:
+        """Whether ``torch.func.functional_call`` is running, which puts tensors in the places of Parameters for one
+        call of the module. Whatever else has changed is found in the next forward."""
+        present = map(dict.get, self._holders, self._keys)
+        return any(isinstance(tensor, Tensor) and not isinstance(tensor, Parameter) for tensor in present)
+
     def update(self, params: Sequence[Parameter]) -> None:
         """Finds the modules that hold ``params`` now: those of the last update first, then new ones.
 
@@ -115,5 +121,6 @@ def _replaced(name: str, added: str) -> ParameterChangedError:
     return ParameterChangedError(
         f"parameter {name!r} was replaced by {what} (load_state_dict(assign=True), or an assignment to the module or "
         "one of its submodules), which would not be trained. Load in place (assign=False, or param.data = x), or wrap "
-        "the model again, with a new optimizer"
+        "the model again, with a new optimizer. torch.func.functional_call: pass tensors that are computed from the "
+        "model's own parameters instead of new Parameters, which torch DDP would not reduce either"
     )

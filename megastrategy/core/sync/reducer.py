@@ -22,17 +22,34 @@ sharded step reduces them; pooled gradients cannot accumulate on a rank, and are
 wrapper prepared (of the module itself for a saliency map, or of a loss for the second time) belongs to user code,
 perhaps on one rank only. The engine leaves its gradients in ``.grad`` (or in a stand-in), and sends nothing. The next
 backward that is prepared, or a sharded step, includes the gradients that are still there: all ranks step the mean.
+
+[Note: why torch refuses to swap a parameter]
+``torch.utils.swap_tensors`` exchanges the contents of two tensors. With the flag
+``torch.__future__.set_swap_module_params_on_conversion``, ``load_state_dict`` and ``Module.to`` use it. A Parameter
+would lose its hooks without a trace, and the ranks' weights would part. torch does not swap a tensor to which a weak
+reference exists, so the reducer has one to each parameter. ``Module.to`` always swaps DTensors: their hooks are
+restored instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from ..buffers import FiniteCheck, GradBuffers, has_unreduced, inside_backward, inside_node, late_grad
+from ..buffers import (
+    FiniteCheck,
+    GradBuffers,
+    has_unreduced,
+    inside_backward,
+    inside_node,
+    late_grad,
+    stepped_in_backward,
+)
 from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
 from ..errors import (
@@ -113,6 +130,8 @@ class Reducer:
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self.tokens = LossTokens(name_of(collectives, tensor_ranks))
         self._hooks = GradHooks(self)
+        self._versions: list[int] = []  # of the parameters when a backward began, if user code has hooks
+        self._swap_guards: list[weakref.ref[Parameter]] = []
         self._accumulators = GradAccumulators()
         self.extend()
         self._planner = planner
@@ -133,6 +152,9 @@ class Reducer:
         self.tokens.buffers = self.buffers
         self._accumulators.extend(joined)
         self._hooks.extend(joined)
+        # See [Note: why torch refuses to swap a parameter].
+        is_plain = (self.buffers.local_parts.local_view(param) is param for param in joined)
+        self._swap_guards += [weakref.ref(param) for param, guard in zip(joined, is_plain, strict=True) if guard]
 
     def move_to(self, buffers: GradBuffers) -> None:
         """Continues in buffers with another layout of the same parameters, between two backwards."""
@@ -145,6 +167,7 @@ class Reducer:
         """Removes the hooks, without waiting for reductions: after an error on another rank they might never end."""
         self.abort_unfinished()
         self._hooks.remove()
+        self._swap_guards.clear()
         self._launched.forget()
         self._accumulators.drop()
         self.tokens.is_used = False
@@ -165,6 +188,7 @@ class Reducer:
         if self._phase is not BackwardPhase.IDLE:
             self._prepared.clear()  # it was for a backward that raised and is not repeated
         self.drop_unfinished()
+        self._versions = []
         self._hooks.move_to_end()
         self._accumulators.update_stream()
         self.backwards.reset()
@@ -224,6 +248,7 @@ class Reducer:
         """Called when a backward has begun at the outputs of a forward."""
         self._hooks.move_to_end()
         if self._phase is BackwardPhase.IDLE:
+            self._versions = [param._version for param in self.buffers.params] if self._hooks.has_others else []
             self.tokens.on_backward_start()
             self.buffers.start_main_grads()
         emit(self._listener, EventKind.BACKWARD_START, 0)
@@ -236,12 +261,17 @@ class Reducer:
             if not (self._prepared or self.buffers.main_grads):
                 self._unprepared.add(index)
                 return
+            self._check_users_hooks(index, param)
             self._begin_backward()
-        elif param.grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
-            if self._phase is BackwardPhase.SYNCHRONISING and bucket < self._launched.num:  # on the wire
-                self._on_late_grad(index)
-                return
-            self.buffers.adopt_grad(index)
+        else:
+            grad = param.grad
+            if grad is None or self._versions:
+                self._check_users_hooks(index, param)
+            if grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
+                if self._phase is BackwardPhase.SYNCHRONISING and bucket < self._launched.num:  # on the wire
+                    self._on_late_grad(index)
+                    return
+                self.buffers.adopt_grad(index)
         self.buffers.has_grad[index] = True
         is_first = self._used.add(index)
         syncs = self._phase is BackwardPhase.SYNCHRONISING
@@ -253,6 +283,13 @@ class Reducer:
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
                 self._launch_ready()
+
+    def _check_users_hooks(self, index: int, param: Tensor) -> None:
+        """Raises ParameterChangedError if a hook of user code, which has run, stepped the parameter or dropped its
+        gradient."""
+        is_stepped = bool(self._versions) and param._version != self._versions[index]
+        if is_stepped or (param.grad is None and index not in self.buffers.main_grads):
+            raise stepped_in_backward(self._layout.params[index].name)
 
     def _begin_backward(self) -> None:
         if self.across is not None:
@@ -277,6 +314,7 @@ class Reducer:
 
     def on_backward_end(self) -> BufferLayout | None:
         """Sends the remaining buckets, or lets gradients accumulate. Returns as :meth:`finish_grad_sync`."""
+        self._versions = []
         self.buffers.finish_main_grads()
         # A graph and a graph nested in it may both have queued this: the first call does the work.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
