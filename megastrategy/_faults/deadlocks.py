@@ -75,6 +75,11 @@ def _notes_in_store(name: str) -> PrefixStore:
     return store_of(f"exception/{name}/waiting")
 
 
+def _ends_in_store(name: str) -> PrefixStore:
+    """The ranks that have ended the run in which the exception of that name would be."""
+    return store_of(f"exception/{name}/ended")
+
+
 class DeadlockFinder:
     """Finds out why a rank waits in vain: another rank failed or left, or the ranks wait for each other.
 
@@ -111,7 +116,7 @@ class DeadlockFinder:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
-            if reason := first_stopped(name) or self._failure(name):
+            if reason := first_stopped(name) or self._ended_early(name, group, number) or self._failure(name):
                 return reason
             # no rank counts in a group that was given up: only a failure is known
             return self._deadlock(name, group, f"{purpose} ({what})", number) if group in self._groups else ""
@@ -123,6 +128,32 @@ class DeadlockFinder:
         none."""
         here = _Note("", "", 0, self._started())
         return any(note.needs(here) for note in self._notes_of_others(self._name()).values())
+
+    def end_run(self, run: str) -> None:
+        """Records that this rank has ended its fit, validation or the like, and the collectives that it has started.
+
+        ``run`` says what has ended, and after how many steps.
+        """
+        board = _ends_in_store(self._name())
+        totals = {name: group.progress.num_started for name, group in self._groups.items()}
+        end = pickle.dumps((torch.distributed.get_rank(), run, totals))
+        board.set(f"{board.add('num', 1) - 1}", end)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _ended_early(name: str, group: str, number: int) -> str:
+        """Returns which rank has ended its run without the ``number``-th collective of a group; empty if none has."""
+        board = _ends_in_store(name)
+        for index in range(board.add("num", 0)):
+            if not board.check([f"{index}"]):
+                continue  # it is about to be written, and is read the next time
+            rank, run, totals = pickle.loads(board.get(f"{index}"))
+            if totals.get(group, number) < number:
+                return (
+                    f"rank {rank} has ended {run}, and this rank goes on. Give all ranks the same number of batches (a "
+                    "DistributedSampler, or drop_last=True), and stop on all ranks together: trainer.should_stop that "
+                    "one rank sets stops that rank only, so reduce the decision first"
+                )
+        return ""
 
     def _started(self) -> dict[str, _Started]:
         return {

@@ -26,6 +26,12 @@ def is_awaited() -> bool:
     return _state().deadlock_finder.is_awaited()
 
 
+def end_run(run: str) -> None:
+    """Records that this rank has ended a fit or the like, for ranks that wait for it; ``run`` says which, and where."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        _state().deadlock_finder.end_run(run)
+
+
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..core import CollectiveError
+from . import processes
 
 PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others. Those that were interrupted too (a signal, an error on all ranks) come
@@ -24,7 +26,10 @@ at once. One that waits for a failed rank, in a collective of the engine or of t
 DeadlockFinder.GRACE_S. One that waits in a collective of user code comes only when that rank's process ends."""
 
 POLL_S = 0.02
-_MAX_CAUSE_CHARS = 500
+PROCESS_POLL_S = 0.5
+"""How often a waiting rank looks whether the others' processes have ended."""
+_MAX_CAUSE_CHARS = 400
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 def report_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
@@ -41,8 +46,7 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
         return ""
     while isinstance(exception, CollectiveError) and exception.__context__ and not exception.__suppress_context__:
         exception = exception.__context__  # a rank that fails may clean up, and enter another collective there
-    what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
-    what = what[:_MAX_CAUSE_CHARS]
+    what = describe(exception)
     store = store_of(f"exception/{name}")
     try:
         # ranks fail at the same moment, too. The store decides which was first, so all name the same one
@@ -56,12 +60,56 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
     return "" if first.partition(": ")[2] == what else first
 
 
+def describe(exception: BaseException) -> str:
+    """Returns class and message, the root cause first where the exception has one, in at most 1,000 characters.
+
+    The cause of a data loader's worker is the last line of a traceback in the message.
+    """
+    root = exception
+    while cause := (root.exceptions[0] if isinstance(root, BaseExceptionGroup) else root.__cause__):
+        root = cause
+    text = _line_of(root)
+    return text if root is exception else f"{text}, which led to {_line_of(exception)}"
+
+
+def _line_of(exception: BaseException) -> str:
+    """Returns class and message in at most 400 characters; of a longer message, or of one with a traceback, the last
+    line and then the beginning."""
+    name, message = type(exception).__name__, str(exception).strip()
+    lines = message.splitlines()
+    if len(lines) > 1 and (_TRACEBACK in message or len(message) > _MAX_CAUSE_CHARS):
+        last = lines[-1].strip().removeprefix(f"{name}: ")[:_MAX_CAUSE_CHARS]
+        rest = _MAX_CAUSE_CHARS - len(last)
+        message = f"{last} ({lines[0][:rest]})" if rest > 0 else last
+    message = message[:_MAX_CAUSE_CHARS]
+    return f"{name}: {message}" if message else name
+
+
 def report_stop(name: str) -> None:
     """Records that this rank stops for SIGTERM, on its own, between two batches of evaluation.
 
     ``name`` is the name of the exception that it raises.
     """
     store_of(f"exception/{name}").compare_set("stopped", "", f"rank {torch.distributed.get_rank()} stopped for SIGTERM")
+
+
+def first_failure(name: str) -> str:
+    """Returns the first failure that was recorded for an exception; empty if there is none, or the store is gone."""
+    store = store_of(f"exception/{name}")
+    try:
+        return store.get("first").decode() if store.check(["first"]) else ""
+    except RuntimeError:
+        return ""
+
+
+def ended_process() -> str:
+    """Returns which ranks' processes have ended without an error of their own; empty if none has, or the store is
+    gone."""
+    try:
+        ended = ended_ranks(range(torch.distributed.get_world_size()))
+    except (RuntimeError, ValueError):  # the store is gone, or the group was destroyed
+        return ""
+    return f"the process of rank(s) {ended} has ended (killed, out of memory, or its script has ended)" if ended else ""
 
 
 def first_stopped(name: str) -> str:
@@ -101,6 +149,7 @@ def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
 
 def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     rank, came = torch.distributed.get_rank(), store_of(f"setup/{setup}")
+    store_of("processes").set(f"{rank}", processes.identity())
     # written in every set-up, after an exception or not: ranks that caught one read it from ranks that did not
     came.set(f"{rank}", _point())
     # a rank that caught no exception has completed its run, and does not wait
@@ -109,8 +158,13 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     left = store_of(f"exception/{last_exception}/left")
     others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
     deadline = time.monotonic() + patience.total_seconds()
+    next_look = time.monotonic()
     # either key proves that a rank has left the interrupted run: it reported so, or it began the next set-up
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + PROCESS_POLL_S
+            if ended := ended_ranks(missing):
+                return f"the process of rank(s) {ended} has ended"
         if time.monotonic() > deadline:
             return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
         time.sleep(POLL_S)
@@ -122,6 +176,13 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
         if here != there:
             return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
     return ""
+
+
+def ended_ranks(ranks: Sequence[int]) -> list[int]:
+    """Returns those of the ranks whose process is known to have ended."""
+    store = store_of("processes")
+    known = [rank for rank in ranks if store.check([f"{rank}"])]
+    return [rank for rank in known if processes.has_ended(store.get(f"{rank}").decode())]
 
 
 def _has_other_ranks() -> bool:
@@ -184,11 +245,15 @@ class StoreAllGather:
         store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
         store.add(f"{key}/arrived", 1)
         others = [rank for rank in range(self._size) if rank != self._rank]
+        next_look = time.monotonic()
         # ``add`` of 0 reads the count; ``get`` would block before the first write. An outcome ends the wait also for a
         # rank that came after the others had given up
         while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
             # a rank that left without its value never comes, so there is no need to wait for it
             left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + PROCESS_POLL_S
+                left = left or any(not store.check([f"{key}/{rank}"]) for rank in ended_ranks(others))
             if left or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
             time.sleep(POLL_S)
@@ -196,6 +261,9 @@ class StoreAllGather:
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":
             # none may be missing: the last rank can come just after another has given up
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
+            if ended := ended_ranks(missing):
+                self.problem = f"the process of rank(s) {ended} has ended"
+                return [value]
             who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"
             self.problem = f"{who} not come within {patience.total_seconds():g} s"
             return [value]

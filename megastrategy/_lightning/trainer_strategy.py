@@ -33,10 +33,11 @@ from .._checkpoints.directories import (
 )
 from .._checkpoints.validation import check_module_state
 from .._faults.interfaces import add_way_out
-from .._faults.process_collectives import begin_setup, count_exception, exception_name, known_findings
-from .._faults.recovery import PATIENCE, join_setup, report_failure
+from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name, known_findings
+from .._faults.recovery import PATIENCE, ended_process, first_failure, join_setup, report_failure
 from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
+    CollectiveError,
     Directory,
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -303,6 +304,8 @@ class TrainerStrategy(_Base):
         self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
+        if (module := self.lightning_module) is not None and not self._checked.is_interrupted:
+            end_run(f"its {module.trainer.state.fn.value} after {module.trainer.global_step} steps")
         if self._full_averages is not None:
             self._full_averages.close()
             self._full_averages = None
@@ -450,8 +453,14 @@ class TrainerStrategy(_Base):
         except RuntimeError as error:
             add_way_out(error)
             raise
+        last_run = exception_name()
         join_setup(*begin_setup(), self.patience)
-        self._checked.start()
+        try:
+            self._checked.start()
+        except RuntimeError as error:  # a rank that raised in the last run, which ended here, is gone
+            if first := first_failure(last_run):
+                error.add_note(f"the failure that ended the last fit on another rank: {first}")
+            raise
         self._mesh.make(self.world_size, self.root_device, self.lightning_module)
         self._replicas.name_logs(self.lightning_module, super().broadcast)
 
@@ -459,6 +468,8 @@ class TrainerStrategy(_Base):
         """Reports which rank failed first, and why; the next fit gets a new group."""
         self._replicas.leave(exception)
         first = report_failure(exception_name(), exception, leaves=True)
+        if not first and isinstance(exception, CollectiveError):
+            first = ended_process()
         if first:
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)

@@ -11,9 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megastrategy._checkpoints.directories import read_remote_extra
+from megastrategy._faults.recovery import PATIENCE
 from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint
 from megastrategy.core.collectives import process_groups
 from tests.support.object_store import PROTOCOL
@@ -185,6 +187,29 @@ def test_a_rank_that_dies_before_a_save_is_not_waited_for(ranks: Ranks) -> None:
     """Ranks meet before they gather, and who is dead will not come, however long one waits."""
     waiting, _ = ranks.outcomes(fit_dying_before_saving)
     assert_failed(waiting, "rank(s) [1] have ended", kind="NotOnAllRanksError", within_s=20)
+
+
+def fit_dying_beside_a_save(folder: Path) -> None:
+    save = ModelCheckpoint(folder, save_on_exception=True)
+    make_trainer(make_strategy("megatron_ddp"), callbacks=[Dies(), save], enable_checkpointing=True).fit(
+        AwkwardModule(), loader()
+    )
+
+
+class Dies(pl.Callback):
+    """Rank 1, before a batch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            kill_script.die()
+
+
+def test_save_on_exception_waits_for_no_dead_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Lightning's launcher kills the other ranks when it sees that one has ended, within 5 s."""
+    survivor, _ = ranks.outcomes(fit_dying_beside_a_save, tmp_path)
+    assert_failed(survivor, kind="CollectiveError", within_s=PATIENCE.total_seconds())
+    assert "the process of rank(s) [1] has ended" in survivor.traceback
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 class DiesConnecting(pl.Callback):

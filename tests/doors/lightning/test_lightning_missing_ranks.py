@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from megastrategy.core.errors import CollectiveError
 from tests.doors.features.manual import Manual, manual
 
 from ..failing_fits import BATCH
-from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit
-from ..rank_processes import Ranks
+from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, make_strategy, make_trainer
+from ..rank_processes import Ranks, assert_failed
 
 
 class LeavesOut(Manual):
@@ -49,6 +53,65 @@ def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int,
         assert f"rank {rank} waits for all ranks, before the next batch or " in message
         assert f"rank {1 - rank} waits for gradients or weights" in message
         assert "loss * 0.0" in message
+
+
+class Batches(IterableDataset[Tensor]):
+    """One batch more on rank 1."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(16 + 4 * torch.distributed.get_rank()):
+            yield torch.ones(8)
+
+
+class StopsEarly(pl.LightningModule):
+    """Rank 0 has fewer batches, or decides by itself to stop."""
+
+    def __init__(self, stops: bool) -> None:
+        super().__init__()
+        self.stops = stops
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.stops and self.global_rank == 0 and batch_idx == 1:
+            self.trainer.should_stop = True
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit_ending_early(stops: bool) -> str:
+    """Returns the error, or an empty string."""
+    data = DataLoader(torch.ones(32, 8), batch_size=4) if stops else DataLoader(Batches(), batch_size=4)
+    try:
+        make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops), data)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("stops", "num_steps"), [(True, 2), (False, 4)])
+def test_fit_ending_early_on_a_rank_is_named(ranks: Ranks, stops: bool, num_steps: int) -> None:
+    """Under "ddp" the other ranks wait for half an hour."""
+    ended, waited = ranks.run(fit_ending_early, stops)
+    assert ended == ""
+    assert f"rank 0 has ended its fit after {num_steps} steps, and this rank goes on" in waited
+    assert "should_stop" in waited
+    assert "drop_last" in waited
+
+
+def test_fit_ending_early_leaves_no_rank_waiting(ranks: Ranks) -> None:
+    """Rank 0 begins its next fit, which rank 1 never comes to: its process ends."""
+    ended, waited = ranks.outcomes(fit_ending_early_and_raising)
+    assert_failed(waited, "rank 0 has ended its fit after 2 steps", kind="CollectiveError", within_s=30)
+    assert_failed(ended, kind="RuntimeError", within_s=30)
+
+
+def fit_ending_early_and_raising() -> None:
+    data = DataLoader(torch.ones(32, 8), batch_size=4)
+    for stops in (True, False):
+        make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops), data)
 
 
 class ForRankZeroOnly(AwkwardModule):

@@ -1,0 +1,52 @@
+"""The text by which other ranks name the first failure: its cause comes first, however long the rest is."""
+
+from __future__ import annotations
+
+import pytest
+from torch._utils import ExceptionWrapper
+
+from megastrategy._faults.recovery import describe
+
+LIMIT = 1000
+
+
+def error_of_a_worker(error: OSError) -> OSError:
+    """The error that a DataLoader raises for one of its worker's: the traceback is in the message."""
+    try:
+        raise error
+    except OSError:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(OSError, match="Caught") as raised:
+        wrapper.reraise()
+    return raised.value
+
+
+def chained(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def test_failure_of_a_worker_begins_with_its_cause() -> None:
+    described = describe(error_of_a_worker(OSError("cannot read sample 29")))
+    assert described.startswith("OSError: cannot read sample 29 (Caught OSError in DataLoader worker process 0.")
+
+
+def test_failure_of_a_chain_begins_with_its_root() -> None:
+    described = describe(chained(RuntimeError("x" * 5000), chained(ValueError("bad row"), KeyError("id"))))
+    assert described.startswith("KeyError: 'id', which led to RuntimeError: xxx")
+    assert len(described) < LIMIT
+
+
+def test_failure_of_a_group_begins_with_its_first() -> None:
+    described = describe(ExceptionGroup("two of three", [OSError("disk full"), ValueError("late")]))
+    assert described == "OSError: disk full, which led to ExceptionGroup: two of three (2 sub-exceptions)"
+
+
+def test_failure_with_a_long_message_keeps_its_last_line() -> None:
+    message = "\n".join(["configuration:", *(f"  key_{number}: {number}" for number in range(500)), "missing: lr"])
+    assert describe(ValueError(message)) == "ValueError: missing: lr (configuration:)"
+
+
+def test_failure_without_a_message_is_its_class() -> None:
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert describe(ValueError("two\nlines")) == "ValueError: two\nlines"
