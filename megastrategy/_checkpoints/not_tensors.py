@@ -15,9 +15,9 @@ The format of directories would flatten them, drop empty dictionaries and make s
 
 def not_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the entry of ``EXTRA_FILE`` for the states of modules, by key; empty if they contain only tensors."""
-    found = {
+    values_by_key = {
         key: {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         for key, values in state.items()
     }
-    found = {key: values for key, values in found.items() if values}
-    return {NOT_TENSORS: found} if found else {}
+    values_by_key = {key: values for key, values in values_by_key.items() if values}
+    return {NOT_TENSORS: values_by_key} if values_by_key else {}

@@ -38,19 +38,21 @@ def check_module_state(
         return
     # A false alarm would stop a run that torch resumes, so entries that a child loads by itself are not checked.
     custom = tuple(f"{name}." for name, child in module.named_modules() if name and _is_custom(child))
-    own = {name: tensor for name, tensor in _persistent_tensors(module).items() if not name.startswith(custom)}
+    module_tensors = {
+        name: tensor for name, tensor in _persistent_tensors(module).items() if not name.startswith(custom)
+    }
     skipped = ("_extra_state",)
     saved = {name: value for name, value in state.items() if not (name.startswith(custom) or name.endswith(skipped))}
     problems = [
-        f"{name!r} has shape {tuple(value.shape)} there, {tuple(own[name].shape)} in the model"
+        f"{name!r} has shape {tuple(value.shape)} there, {tuple(module_tensors[name].shape)} in the model"
         for name, value in saved.items()
-        if name in own and isinstance(value, Tensor) and not _fits(value, own[name])
+        if name in module_tensors and isinstance(value, Tensor) and not _fits(value, module_tensors[name])
     ]
     # Without ``strict`` torch ignores names, but still refuses shapes.
     if strict:
-        missing = [name for name in own if name not in saved and not name.endswith("num_batches_tracked")]
+        missing = [name for name in module_tensors if name not in saved and not name.endswith("num_batches_tracked")]
         problems += [f"{name!r} is missing there" for name in missing]  # old versions lack BatchNorm's counter
-        problems += [f"{name!r} is there, and not in the model" for name in saved if name not in own]
+        problems += [f"{name!r} is there, and not in the model" for name in saved if name not in module_tensors]
     if problems:
         raise CheckpointError(
             f"{source} holds the weights of another model, and nothing was loaded:\n  " + "\n  ".join(problems)

@@ -502,11 +502,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             location = Path(super().save_state(*args, **kwargs))
         for hook in hooks.values():
             hook(models, weights, str(location))  # which may remove weights that it saves itself
-        own = {
+        states_by_id = {
             id(state): written_by(state, model, self.is_main_process)
             for state, model in zip(states, models, strict=True)
         }
-        weights = [own.get(id(state), state) for state in weights]
+        weights = [states_by_id.get(id(state), state) for state in weights]
         sharded = map(checkpoint.sharded_inside, self._optimizers)
         optimizers = [optimizer for optimizer in sharded if optimizer is not None]
         checkpoint.save_sharded(location, weights, optimizers, checkpoint_collectives())

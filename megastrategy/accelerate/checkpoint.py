@@ -113,8 +113,10 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory.keys)}")
     # of a module the values that torch.load accepts by default: tensors, numbers, text and their containers
-    apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
-    weights = [directory.read_weights(key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
+    not_tensors = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
+    weights = [
+        directory.read_weights(key, model) | not_tensors.get(key, {}) for key, model in zip(keys, models, strict=True)
+    ]
     for key, model, values in zip(keys, models, weights, strict=True):
         check_module_state(model, values, True, f"{key!r} in {path}", {cut_in_place})
     read = [item.read_sharded(directory, key) for item, key in zip(optimizers, optimizer_keys, strict=True)]

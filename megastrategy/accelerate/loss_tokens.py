@@ -36,10 +36,10 @@ class LossTokens:
         # not all open ones: a different Accelerator's have another loss
         models: list[DistributedDataParallel] = [*PREPARED.wrappers_of(modules)]
         if in_one_process:
-            known = {id(param) for prepared in models for param in prepared.engine.params}
+            prepared_params = {id(param) for prepared in models for param in prepared.engine.params}
             for module in modules:
                 params = [param for param in module.parameters() if param.requires_grad]
-                if params and not any(id(param) in known for param in params):
+                if params and not any(id(param) in prepared_params for param in params):
                     models.append(self._engine_for(module, syncs))
         return models
 

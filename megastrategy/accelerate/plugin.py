@@ -113,12 +113,12 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
     }
     # accelerate launch passes its file on in the environment, where the arguments show nothing
     for name, variable in environment.items():
-        found = f"{name}=" if arguments.get(name) is not None else ""
-        if not found and variable and os.environ.get(variable, "false").lower() in ("true", "1"):
-            found = f"the environment's {variable} (of accelerate's configuration)"
-        if found:
+        where = f"{name}=" if arguments.get(name) is not None else ""
+        if not where and variable and os.environ.get(variable, "false").lower() in ("true", "1"):
+            where = f"the environment's {variable} (of accelerate's configuration)"
+        if where:
             raise ValueError(
-                f"megastrategy's Accelerator was given {found}, another engine than its own: a model is trained by "
+                f"megastrategy's Accelerator was given {where}, another engine than its own: a model is trained by "
                 "one. Drop it (distributed_type: MULTI_GPU or MULTI_CPU in accelerate's configuration), or use "
                 "accelerate's own Accelerator"
             )

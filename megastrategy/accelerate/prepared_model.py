@@ -135,9 +135,9 @@ def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[t
     """Lists which of the models reduce which of the parameters, each once."""
     parts = []
     for model in models:
-        own = {id(param): param for param in params if id(param) in model.engine.index_by_id}
-        if own:
-            parts.append((model, list(own.values())))
+        model_params = {id(param): param for param in params if id(param) in model.engine.index_by_id}
+        if model_params:
+            parts.append((model, list(model_params.values())))
     return parts
 
 
@@ -150,7 +150,7 @@ def clip_norm_(
     Returns the norm, the same bits on every rank.
     """
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
-    own = [param.grad for param in extra if param.grad is not None]
+    extra_grads = [param.grad for param in extra if param.grad is not None]
     first = parts[0][0]
     owners = first.engine.shard_collectives if first.is_sharded else None
     norm = total_grad_norm(_counted_grads(parts), norm_type, owners, first.device)
@@ -159,11 +159,11 @@ def clip_norm_(
         norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
     if extra:
         groups = [first.engine.collectives, *first.engine.model_parallel.collectives]
-        norm = join_norm(norm, own, norm_type, groups, first.device)
+        norm = join_norm(norm, extra_grads, norm_type, groups, first.device)
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():
-        scale_to_norm_([*grads, *own], norm, max_norm)
+        scale_to_norm_([*grads, *extra_grads], norm, max_norm)
     return norm
 
 

@@ -88,10 +88,10 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
             check_has_experts(model, expert_mesh[EXPERT].size(), "accelerator")
         replicas = accelerator.megatron_ddp_plugin.replicas
         ranks = {"collectives": collectives, "expert_mesh": expert_mesh, "replicas": replicas}
-        made = PreparedModel(model, config, **ranks, all_reduce_option=way_out)
+        prepared = PreparedModel(model, config, **ranks, all_reduce_option=way_out)
         if expert_mesh is not None:
             load_full_states(model)
-        return made
+        return prepared
     if not dtensors_of(model):
         raise ValueError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}) and a {type(model).__name__} that has no "
@@ -100,9 +100,9 @@ def wrap(model: Module, accelerator: Any) -> PreparedModel:
             'accelerator.torch_device_mesh["tp"], plan) before it is prepared'
         )
     group = _data_parallel_group(accelerator.torch_device_mesh, parallelism.dp_cp_dim_names, accelerator.device)
-    made = PreparedModel(model, config, process_group=group, all_reduce_option=way_out)
+    prepared = PreparedModel(model, config, process_group=group, all_reduce_option=way_out)
     load_full_states(model)
-    return made
+    return prepared
 
 
 def _data_parallel_group(mesh: Any, names: Sequence[str], device: torch.device) -> ProcessGroup:
@@ -159,8 +159,8 @@ def showing_only_ties(models: Sequence[Module]) -> Iterator[None]:
 
 def load_full_states(model: Module) -> None:
     """Lets ``load_state_dict`` of a tensor-parallel module load full tensors, as in files: each rank its part."""
-    known = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
-    if cut_in_place not in known:
+    hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
+    if cut_in_place not in hooks:
         model.register_load_state_dict_pre_hook(cut_in_place)
 
 

@@ -137,8 +137,8 @@ def lateness(ranks: Sequence[RankTimes]) -> Lateness | None:
 def _ahead_ns(rank: RankTimes, reference: RankTimes, common: Sequence[int]) -> float:
     """The nanoseconds by which a rank's clock is ahead of another's."""
     ends = ((rank.launches[number][1], reference.launches[number][1]) for number in common)
-    known = [own - other for own, other in ends if own is not None and other is not None]
-    return statistics.median(known) if known else 0.0
+    differences = [own - other for own, other in ends if own is not None and other is not None]
+    return statistics.median(differences) if differences else 0.0
 
 
 def _is_straggler(late: Lateness, period_ms: float) -> bool:
@@ -146,14 +146,13 @@ def _is_straggler(late: Lateness, period_ms: float) -> bool:
 
 
 def _straggler(late: Lateness, ranks: Sequence[RankTimes]) -> str:
-    own = next(rank for rank in ranks if rank.rank == late.rank)
+    late_rank = next(rank for rank in ranks if rank.rank == late.rank)
     others_ms = statistics.median(rank.input_ms for rank in ranks if rank.rank != late.rank)
     sentence = (
         f"straggler: rank {late.rank} was last in {late.num_last} of {late.num_launches} buckets, by "
         f"{late.late_ms:.1f} ms of a step of {statistics.fmean(rank.period_ms for rank in ranks):.1f}"
     )
-    if own.input_ms - others_ms > late.late_ms / 2:
-        return (
-            f"{sentence}; it waits for the next batch for {own.input_ms:.1f} ms a step, the others for {others_ms:.1f}"
-        )
+    if late_rank.input_ms - others_ms > late.late_ms / 2:
+        waits = f"it waits for the next batch for {late_rank.input_ms:.1f} ms a step"
+        return f"{sentence}; {waits}, the others for {others_ms:.1f}"
     return f"{sentence}; the others wait for it: look at its device, its share of the machine, and its batches"

@@ -143,12 +143,12 @@ def convert_command(
         raise click.UsageError("--module and --names both give the names: choose one")
     check_target(directory, force)  # before any work
     parts = read_file(file, trust)
-    known = names_in_file(parts)
+    names_by_key = names_in_file(parts)
     if spec:
-        known = names_from_module(spec, parts)
+        names_by_key = names_from_module(spec, parts)
     elif names:
-        known = names_from(names, trust)
-    convert(parts, known, directory, force=force)
+        names_by_key = names_from(names, trust)
+    convert(parts, names_by_key, directory, force=force)
     click.echo(directory)
 
 

@@ -169,15 +169,15 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _below(path: Path) -> str:
     """Names the newest checkpoints somewhere in the folder, as a logger and a run with many saves leave them."""
-    found = {file for file in path.rglob("*.ckpt") if file.is_file()}
-    found |= {file.parent for file in path.rglob(".metadata")}
+    checkpoints = {file for file in path.rglob("*.ckpt") if file.is_file()}
+    checkpoints |= {file.parent for file in path.rglob(".metadata")}
     for file in path.rglob("*"):
         if file.is_file() and (_WEIGHTS.fullmatch(file.name) or _OPTIMIZER.fullmatch(file.name)):
-            found.add(file.parent)
+            checkpoints.add(file.parent)
     # such a directory is a part of its folder, and the folder is loaded
-    found = {item.parent if item.name == SHARDED else item for item in found} - {path}
-    if not found:
+    checkpoints = {item.parent if item.name == SHARDED else item for item in checkpoints} - {path}
+    if not checkpoints:
         return ""
-    newest = sorted(found, key=lambda item: item.stat().st_mtime, reverse=True)
+    newest = sorted(checkpoints, key=lambda item: item.stat().st_mtime, reverse=True)
     more = f", and {len(newest) - 3} more" if len(newest) > 3 else ""
     return f". Below it are {', '.join(map(str, newest[:3]))}{more}: inspect one of them"

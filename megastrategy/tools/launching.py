@@ -94,10 +94,10 @@ def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 
     kind = SageMakerConfig if theirs.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
-    known = [SECTION, "fp16", "dynamo_backend", *kind.__dataclass_fields__]  # the two are older names
+    known_names = [SECTION, "fp16", "dynamo_backend", *kind.__dataclass_fields__]  # the two are older names
     for key in map(str, theirs):
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+        if key not in known_names:
+            near = difflib.get_close_matches(key, known_names, n=1)
             hint = f": did you mean {near[0]!r}?" if near else f", neither accelerate's nor {SECTION}"
             raise LaunchConfigError(f"{path}: unknown key {key!r}{hint}")
     # in the file it means the same as on the command line, which was asked before

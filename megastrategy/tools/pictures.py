@@ -76,11 +76,11 @@ def _threads(model: ModelEvents, loads: Sequence[tuple[int, int]]) -> Iterable[t
     yield "steps", steps
     spans = spans_of(model.events)
     for lane in Lane:
-        own = [span for span in spans if span.lane is lane]
+        lane_spans = [span for span in spans if span.lane is lane]
         if lane is not Lane.COMMUNICATION:
-            yield lane.value, [(span.name, span.start_ns, span.end_ns, {}) for span in own]
+            yield lane.value, [(span.name, span.start_ns, span.end_ns, {}) for span in lane_spans]
             continue
-        for row in _rows(own) or [[]]:
+        for row in _rows(lane_spans) or [[]]:
             yield lane.value, [(span.name, span.start_ns, span.end_ns, _details(span, model)) for span in row]
     yield "gaps", [(gap.name, gap.start_ns, gap.end_ns, {}) for gap in gaps_of(model, loads)]
 

@@ -60,12 +60,12 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
     loads = {rank.rank: rank.loads for rank in ranks}
     several = any(len(rank.models) > 1 for rank in ranks)
     for number, models in enumerate(models_of(ranks)):
-        own = [(rank.rank, model) for rank, model in models]
-        yield _steps_table(own, f"model {number}" if several else "")
+        models_by_rank = [(rank.rank, model) for rank, model in models]
+        yield _steps_table(models_by_rank, f"model {number}" if several else "")
         yield ""
-        yield _buckets_table(*own[0])
+        yield _buckets_table(*models_by_rank[0])
         yield ""
-        rank, model = own[0]
+        rank, model = models_by_rank[0]
         yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
 
 

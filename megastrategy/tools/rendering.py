@@ -137,10 +137,10 @@ def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
     for name, entry in rows:
         groups.setdefault((name, entry.dtype), []).append(entry)
     for (name, dtype), entries in groups.items():
-        own = [entry for entry in entries if not entry.shared_with]
+        unshared = [entry for entry in entries if not entry.shared_with]
         numel = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
         table.add_row(
-            Text(name), f"{len(entries):,}", f"{numel:,}", _dtype(dtype), f"{sum(entry.nbytes for entry in own):,}"
+            Text(name), f"{len(entries):,}", f"{numel:,}", _dtype(dtype), f"{sum(entry.nbytes for entry in unshared):,}"
         )
     return table
 

@@ -127,13 +127,13 @@ def _of_rank(rank: RankEvents, model: ModelEvents) -> dict[str, Any]:
 def read_summary(path: Path) -> dict[str, Any]:
     """Reads the file of an earlier profile. Raises SummaryError for any other file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        is_one = found["models"][0]["ranks"][0]["step_ms"] > 0
+        content = json.loads(path.read_text(encoding="utf-8"))
+        is_one = content["models"][0]["ranks"][0]["step_ms"] > 0
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         is_one = False
     if not is_one:
         raise SummaryError(f"{path} is no {FILE} of megastrategy profile: pass one that is in a profile's folder")
-    return dict(found)
+    return dict(content)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, float, float]]:

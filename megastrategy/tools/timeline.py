@@ -314,18 +314,18 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
     times = []
     for kind, nbytes in ((EventKind.REDUCE_START, model.reduced_bytes), (EventKind.GATHER_START, model.gathered_bytes)):
         for bucket in sorted({span.index for span in spans if span.kind is kind}):
-            own = [span for span in spans if span.kind is kind and span.index == bucket]
-            ran_ns = [span.end_ns - span.start_ns for span in own]
-            exposed_ns = sum(overlap_ns((span.start_ns, span.end_ns), waits) for span in own)
+            bucket_spans = [span for span in spans if span.kind is kind and span.index == bucket]
+            ran_ns = [span.end_ns - span.start_ns for span in bucket_spans]
+            exposed_ns = sum(overlap_ns((span.start_ns, span.end_ns), waits) for span in bucket_spans)
             times.append(
                 BucketTimes(
                     COLLECTIVES[kind],
                     bucket,
-                    len(own),
+                    len(bucket_spans),
                     nbytes[bucket] if bucket < len(nbytes) else 0,
                     # if one event lacks its times, the span is from launch to wait, and is no time on the wire
-                    statistics.median(ran_ns) / 1e6 if all(span.has_run_times for span in own) else None,
-                    statistics.median(span.end_ns - span.launched_ns for span in own) / 1e6,
+                    statistics.median(ran_ns) / 1e6 if all(span.has_run_times for span in bucket_spans) else None,
+                    statistics.median(span.end_ns - span.launched_ns for span in bucket_spans) / 1e6,
                     1.0 - exposed_ns / sum(ran_ns) if sum(ran_ns) else 1.0,
                 )
             )

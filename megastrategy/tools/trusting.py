@@ -53,8 +53,8 @@ class _Unpickler(pickle.Unpickler):
 
 def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> CheckpointError:
     """Makes the error for a file in which something is not loaded."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = f"an object of {found[1]}" if found and not trust else "what torch cannot load"
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"an object of {match[1]}" if match and not trust else "what torch cannot load"
     remedy = "" if trust else ". If you trust its writer, --trust loads it, and may run code from it"
     return CheckpointError(f"{path} holds {what}{remedy}")
 

@@ -90,19 +90,19 @@ def changes(step: MeasuredStep, device_bytes: int) -> list[Change]:
         device_bytes: what there is on a device, which decides how many ranks are proposed.
     """
     now = rank_memory(step)
-    found = []
+    smaller = []
     for what, options, in_16_bits in _OPTIONS:
         other = _bytes_with(step, step.dp_size, options, in_16_bits=in_16_bits)
         if other is not None and other < now.total_bytes:
-            found.append(Change(what, other))
-    found.sort(key=lambda change: change.total_bytes)
+            smaller.append(Change(what, other))
+    smaller.sort(key=lambda change: change.total_bytes)
     size = step.dp_size * 2
     while size <= MOST_RANKS:
         total = _bytes_with(step, size, {})
         if total is not None and total <= (1 - CLOSE_SHARE) * device_bytes:
-            return [Change(f"{size:,} ranks", total), *found]
+            return [Change(f"{size:,} ranks", total), *smaller]
         size *= 2
-    return found
+    return smaller
 
 
 _OPTIONS: Sequence[tuple[str, dict[str, object], bool]] = (

@@ -79,11 +79,11 @@ def how(steps: Sequence[MeasuredStep]) -> str:
 
 def memory_json(steps: Sequence[MeasuredStep], device_bytes: int) -> dict[str, Any]:
     """The same for programs: bytes, by number of ranks."""
-    found = []
+    sizes = []
     for step in steps:
         memory = rank_memory(step)
         verdict = memory.verdict(device_bytes)
-        found.append(
+        sizes.append(
             {
                 **dataclasses.asdict(memory),
                 "total_bytes": memory.total_bytes,
@@ -93,7 +93,7 @@ def memory_json(steps: Sequence[MeasuredStep], device_bytes: int) -> dict[str, A
                 "changes": [] if verdict == "fits" else [dataclasses.asdict(c) for c in changes(step, device_bytes)],
             }
         )
-    return {"device_bytes": device_bytes, "ranks": found}
+    return {"device_bytes": device_bytes, "ranks": sizes}
 
 
 def partition_table(plan: Plan, cards: Sequence[Card]) -> Table:
