@@ -8,6 +8,14 @@ trial, and at the end. What a step changes in globals, closures, classes, files 
 What steps change outside of the copy is changed by a call, and not by a tensor. So such an optimizer is called once a
 step.
 
+Global hooks of ``torch.optim`` are not called: they count, log or prune for the user's own steps. A step may call its
+base's, which calls them again, so each hook gets a wrapper, once, that does nothing in a thread which is in a trial.
+
+[Note: the model's weights in a trial]
+A step may reach the model's parameters by a function or an object that it holds. On a copy that would move the model's
+weights. So an operator that gets memory of the optimizer's parameters raises before it runs, and the optimizer is
+refused: on shards such a step would use weights in whose place others are stepped.
+
 [Note: steps that communicate]
 An optimizer that averages in its step (all-reduces weights, sends them to a neighbour) would average shards, which are
 other elements on each rank, or wait for a rank that steps nothing. Trials would not show it: they are alike on all
@@ -20,18 +28,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import inspect
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import places
@@ -46,6 +56,9 @@ _MOST_NUMEL = 2**20
 _FOREIGN = {"torch", "numpy", "megastrategy", "lightning", "pytorch_lightning", "accelerate", "transformers"}
 """Packages whose classes and functions keep nothing that a step of a user's optimizer counts in."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_IN_TRIAL = contextvars.ContextVar("in_trial", default=False)
+"""Whether this thread is in a trial."""
+_SKIPS_TRIALS = "megastrategy_skips_trials"
 
 
 class CommunicationError(Exception):
@@ -91,6 +104,63 @@ def _communicates(called: str) -> str:
     )
 
 
+class _Trial(_NoCommunication):
+    """Raises also for operators on memory of the model's parameters; see [Note: the model's weights in a trial].
+
+    Attributes:
+        has_met_model: whether there was such an operator. The step may have caught the error.
+    """
+
+    has_met_model = False
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._storages = {_storage(param) for param in params} - {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, Tensor) and _storage(item) in self._storages:
+                    self.has_met_model = True
+                    raise NotForShardsError(_MEETS_MODEL)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_MEETS_MODEL = (
+    "its step() uses the model's parameters by another way than its groups (a function, a closure or an object that "
+    "holds them), and other tensors are stepped in their place"
+)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Returns the number of a tensor's memory; 0 if it has none."""
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return int(local.untyped_storage()._cdata) if local.layout is torch.strided else 0
+
+
+def _in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return None if _IN_TRIAL.get() else hook(*args, **kwargs)
+
+    setattr(call, _SKIPS_TRIALS, True)
+    return call
+
+
+@contextlib.contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Keeps torch's global hooks from being called by this thread; see [Note: traces of trial steps]."""
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for number, hook in list(hooks.items()):
+            if not hasattr(hook, _SKIPS_TRIALS):
+                hooks[number] = _in_real_steps(hook)
+    token = _IN_TRIAL.set(True)
+    try:
+        yield
+    finally:
+        _IN_TRIAL.reset(token)
+
+
 class Isolation:
     """The former values of everything that an optimizer's steps can reach; see [Note: traces of trial steps].
 
@@ -103,7 +173,7 @@ class Isolation:
         self._generators = _generators(device)
         self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self._mode = _NoCommunication()
+        self._mode = _Trial(param for group in optimizer.param_groups for param in group["params"])
         self.may_communicate = False
         if not self._is_torchs:  # whose steps change nothing but what a copy has
             self._places = list(_Walk().of_optimizer(optimizer))
@@ -116,7 +186,7 @@ class Isolation:
         """Steps are trial steps while this is open. Random numbers begin anew, the same on every rank."""
         try:
             self._seed()
-            with contextlib.nullcontext() if self._is_torchs else self._mode:
+            with _without_global_hooks(), contextlib.nullcontext() if self._is_torchs else self._mode:
                 yield
         finally:
             self.restore()
@@ -141,6 +211,8 @@ class Isolation:
         """Raises NotForShardsError if the steps that were tried may not be steps of shards."""
         if self._mode.called:
             raise NotForShardsError(_communicates(self._mode.called))
+        if self._mode.has_met_model:
+            raise NotForShardsError(_MEETS_MODEL)
 
     def _seed(self) -> None:
         random.seed(0)

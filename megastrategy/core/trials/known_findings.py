@@ -3,7 +3,7 @@
 [Note: which findings are remembered]
 Only those of torch's own classes, whose step depends on the options of its groups and on nothing else that a process
 keeps. Another class may look at its attributes, at other modules or at a file, and is tried each time. So is torch's
-with options that are not plain values, with an optimizer inside of it, or with hooks on all optimizers' steps.
+with options that are not plain values, or with an optimizer inside of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .elementwise import Findings, check_no_inner_optimizer
 from .per_parameter import trial_shapes
@@ -45,9 +44,7 @@ class KnownFindings:
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
     """Returns everything that its steps depend on, to be compared; None if that is not known."""
     cls = type(optimizer)
-    is_torchs = cls.__module__.startswith("torch.optim.")
-    hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-    if not is_torchs or hooks:
+    if not cls.__module__.startswith("torch.optim."):
         return None
     try:
         check_no_inner_optimizer(optimizer)

@@ -269,7 +269,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
         for param in group["params"]:
             # The first that has some: others may have joined later, without any.
             if values := optimizer.state.get(param):
-                fresh = Parameter(param.new_zeros((2,) * max(param.dim(), 1)))
+                fresh = Parameter(torch.zeros((2,) * max(param.dim(), 1), dtype=param.dtype, device=param.device))
                 # beside a sum that has grown, gradients move nothing and a coupling hides
                 if (made := _state_at_construction(optimizer, group, fresh)).keys() == values.keys():
                     return cls(fresh, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import ReducedGradError
+from megastrategy.core.errors import OptimizerNotShardableError, ReducedGradError
 from tests.core.buffers.test_reduced_grad import Net, loss_of, sharded
 from tests.support.ranks import run_ranks
 
@@ -189,3 +190,105 @@ def test_a_wrapper_may_leave_a_step_out() -> None:
         assert not torch.equal(net.first.weight, before[0])
 
     run_ranks(2, run)
+
+
+class CallsItsBase(torch.optim.AdamW):
+    """Both of its ``step`` methods call global hooks once an AdamW was made."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, CallsItsBase])
+def test_global_hooks_are_called_for_real_steps_only(kind: type[torch.optim.AdamW]) -> None:
+    calls: list[tuple[str, Optimizer]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda one, *_: calls.append(("pre", one))),
+        register_optimizer_step_post_hook(lambda one, *_: calls.append(("post", one))),
+    ]
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+
+    def run(rank: int, group: ProcessGroup) -> Optimizer:
+        net = Net()
+        inner = kind(net.parameters(), lr=0.1, weight_decay=0.0)
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(bucket_size=40), group)
+        optimizer = DistributedOptimizer(inner, model)
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+            inner.param_groups[0]["weight_decay"] = 0.1 * step  # tried again at the second step
+            optimizer.step()
+            optimizer.zero_grad()
+        return inner
+
+    try:
+        optimizers = run_ranks(2, run)
+    finally:
+        for handle in handles:
+            handle.remove()
+    nested = 1 if kind is torch.optim.AdamW else 2
+    for optimizer in optimizers:
+        mine = [which for which, one in calls if one is optimizer]
+        assert mine == 2 * (["pre"] * nested + ["post"] * nested)
+    assert len(calls) == 2 * 2 * 2 * nested
+
+
+class CallsFunction(torch.optim.SGD):
+    def __init__(self, params: list[torch.nn.Parameter], held: dict[str, Any]) -> None:
+        super().__init__(params, lr=0.1)
+        vars(self).update(held)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        self.after()
+        return result
+
+    def after(self) -> None:
+        for param in self.model.parameters():
+            param.mul_(0.99)
+
+
+def holding(net: Net) -> dict[str, dict[str, Any]]:
+    """What an optimizer may hold that reaches the model's parameters."""
+    params = list(net.parameters())
+    return {
+        "lambda": {"after": lambda: [param.mul_(0.99) for param in params]},
+        "foreach": {"after": lambda: torch._foreach_mul_(params, 0.99)},
+        "out": {"after": lambda: torch.mul(params[0], 0.99, out=params[0])},
+        "data": {"after": lambda: [param.data.mul_(0.99) for param in params]},
+        "reads": {"after": lambda: params[0].norm().item()},
+        "module": {"model": net},
+    }
+
+
+@pytest.mark.parametrize("kind", holding(Net()))
+def test_steps_that_reach_the_model_are_refused(kind: str) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net = Net()
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(bucket_size=40), group)
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer = CallsFunction(list(net.parameters()), holding(net)[kind])
+        reason = r"another way than its groups.*Pass .*use_distributed_optimizer=False"
+        with pytest.raises(OptimizerNotShardableError, match=reason):
+            DistributedOptimizer(optimizer, model)
+        assert all(map(torch.equal, net.parameters(), before))
+
+    run_ranks(2, run)
+
+
+def test_steps_that_reach_the_model_train_unsharded() -> None:
+    def train(rank: int, group: ProcessGroup, *, is_stock: bool) -> list[Tensor]:
+        net = Net()
+        model: Any = TorchDDP(net, process_group=group, find_unused_parameters=True)
+        inner: Optimizer = CallsFunction(list(net.parameters()), holding(net)["lambda"])
+        if not is_stock:
+            config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+            model = DistributedDataParallel(net, config, group)
+            inner = DistributedOptimizer(inner, model)
+        loss_of(model, rank, 0).backward()
+        inner.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+    stock, found = (run_ranks(2, functools.partial(train, is_stock=is_stock)) for is_stock in (True, False))
+    for mine, theirs in zip(found, stock, strict=True):
+        assert all(map(torch.equal, mine, theirs))
