@@ -57,8 +57,7 @@ _reading = threading.Lock()
 
 @dataclasses.dataclass
 class Saved:
-    """Copies of rank 0's state. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit weights;
-    and remainders of weights that are sent as changes."""
+    """Copies of rank 0's state. ``weights``: module buffers too. ``main``: fp32, by name, of 16-bit weights."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
