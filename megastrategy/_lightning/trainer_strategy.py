@@ -305,7 +305,9 @@ class TrainerStrategy(_Base):
 
     def teardown(self) -> None:
         if (module := self.lightning_module) is not None and not self._checked.is_interrupted:
-            end_run(f"its {module.trainer.state.fn.value} after {module.trainer.global_step} steps")
+            function = module.trainer.state.fn  # None in a strategy that is torn down outside of a run
+            what = "run" if function is None else function.value
+            end_run(f"its {what} after {module.trainer.global_step} steps")
         if self._full_averages is not None:
             self._full_averages.close()
             self._full_averages = None
