@@ -104,6 +104,11 @@ class ShardSet(ShardHolder):
         dims, most = [len(spec.shape) for spec in self.layout.params], max(num_whole.values(), default=0)
         return {i: num_whole.get(dims[i], most) if i in indices else len(names) for i in self.param_indices()}
 
+    def step_options(self) -> list[float]:
+        """Returns the numbers with which the optimizer steps and which schedules change, in the order of its groups."""
+        options = (group.get(name) for group in self.inner.param_groups for name in ("lr", "weight_decay", "momentum"))
+        return [float(option) for option in options if isinstance(option, int | float)]  # a tensor may be on a device
+
     # --- parameters --------------------------------------------------------------------------------------------------
 
     @property

@@ -210,6 +210,7 @@ class ShardedOptimizer:
 
     def _begin_step(self) -> None:
         self.shard_set.num_steps_begun = self.num_steps_done + 1
+        self.engine.reducer.stepped_options += self.shard_set.step_options()
         self.shard_set.extra_params.warn_once()
         if not self.shard_set.sharded:
             self.engine.reducer.tokens.finish_on_this_rank()

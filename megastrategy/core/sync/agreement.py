@@ -9,6 +9,7 @@ from ..buffers import NonFinite, describe_nonfinite
 from ..collectives import Collectives
 from ..errors import (
     BucketInFlightError,
+    LayoutMismatchError,
     LossTokensError,
     MegastrategyError,
     MicrobatchMismatchError,
@@ -25,6 +26,7 @@ class Reasons:
     microbatch: int
     nonfinite: Sequence[NonFinite]
     counting: str | None
+    options: Sequence[float] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Agreement:
     Attributes:
         used: by parameter, whether it has a gradient.
         late: by bucket, whether a gradient came after it was launched.
-        microbatch: the number that the training loop counts, compared in its last eight bits; None if the numbers of
-            the ranks differ.
+        microbatch: the number that the training loop counts, to which the reducer adds a digest of the step's options,
+            compared in its last eight bits; None if the numbers of the ranks differ.
         has_nonfinite: whether a gradient is infinite or NaN.
         wants_other_order: whether buckets would be launched materially earlier in another order.
         counting: whether a loss was counted by tokens, and whether one was not. Both together are an error.
@@ -101,6 +103,9 @@ class Agreement:
         if tensor_ranks is not None:
             every = [reasons for of_one in tensor_ranks.all_gather_objects(every) for reasons in of_one]
         if self.microbatch is None:
+            if len({reasons.microbatch for reasons in every}) == 1:
+                options = "; ".join(f"{reasons.who}: {list(reasons.options)}" for reasons in every)
+                return LayoutMismatchError(_OPTIONS.format(options))
             return MicrobatchMismatchError(
                 describe_microbatches({reasons.who: reasons.microbatch for reasons in every})
             )
@@ -110,6 +115,11 @@ class Agreement:
         return LossTokensError(describe_counting({reasons.who: reasons.counting or NONE for reasons in every}))
 
 
+_OPTIONS = (
+    "the ranks have stepped with different options. lr, weight_decay and momentum by group, where the optimizer has "
+    "them: {}. Each rank steps its shard with its own. Change options alike on all ranks: a schedule that follows a "
+    "metric (ReduceLROnPlateau) needs the same metric everywhere (self.log(..., sync_dist=True), or an all-reduce)"
+)
 _ELSEWHERE = (
     "a gradient in another replica is infinite or NaN: the error of its ranks names the parameter. All replicas reject "
     "these gradients"

@@ -55,6 +55,7 @@ from ..config import DistributedDataParallelConfig
 from ..errors import (
     BucketInFlightError,
     CollectiveError,
+    LayoutMismatchError,
     LossTokensError,
     MegastrategyError,
     MicrobatchMismatchError,
@@ -71,7 +72,7 @@ from .bucket_planner import BucketPlanner
 from .launched_buckets import LaunchedBuckets
 from .loss_tokens import TOO_LATE, LossTokens
 
-_REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
+_REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError, LayoutMismatchError)
 """The errors that all data-parallel ranks raise alike in a backward."""
 
 
@@ -92,6 +93,7 @@ class Reducer:
             never mixed.
         num_reductions: by parameter, the reductions of its gradient so far, the same on all ranks.
         tokens: the window of losses that are weighed by tokens.
+        stepped_options: the options of the steps since the last agreement, which all ranks share.
     """
 
     def __init__(
@@ -126,6 +128,8 @@ class Reducer:
         self.microbatch = 0
         self.num_reductions: list[int] = []
         self._has_local_grads = self._has_agreed = False
+        self._num_agreements = 0
+        self.stepped_options: list[float] = []
         self.batch: DeferredBatch | None = None
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self.tokens = LossTokens(name_of(collectives, tensor_ranks))
@@ -523,7 +527,9 @@ class Reducer:
             MicrobatchMismatchError: if the ranks are not at the same microbatch.
             NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
             LossTokensError: if only some losses were counted by tokens.
+            LayoutMismatchError: if the ranks have stepped with different options.
         """
+        options, self.stepped_options = self.stepped_options, []
         agrees = self._used.are_exchanged
         has_grad = self.buffers.has_grad
         # With a static graph gradients are published for all parameters that any rank used in its first backward: a
@@ -539,6 +545,10 @@ class Reducer:
         if not (self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed):
             return [], False
         used = self._used.unreduced(self.buffers)
+        # With the count, so that different options with the same last bits are noticed at another time. Not with
+        # replicas: one that came back has counted less.
+        self._num_agreements += 1
+        digest = hash((*options, self._num_agreements)) if self.across is None else 0
         late_buckets = {self._bucket_of[index] for index in self._late.params}
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view
@@ -547,7 +557,7 @@ class Reducer:
         agreement = Agreement(
             used=list(has_grad),
             late=[bucket.index in late_buckets for bucket in self._layout.buckets],
-            microbatch=self.microbatch,
+            microbatch=self.microbatch + digest,
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
             counting=self.tokens.counting,
@@ -559,7 +569,8 @@ class Reducer:
             sums = self.tokens.sums(self._collectives, self._tensor_ranks) if counts else (0.0, 0)
             agreement, self.tokens.totals = self.across.settle(agreement, sums)
         if agreement.is_refused:
-            own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self.tokens.state)
+            found = self._nonfinite.found()
+            own = Reasons(self._nonfinite.rank, self.microbatch, found, self.tokens.state, options)
             self.drop_unfinished()  # otherwise non-finite numbers would stay in the sums of shards
             raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True

@@ -1,0 +1,41 @@
+"""A learning rate that differs between ranks is named on all ranks, at the first synchronised backward after a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import LayoutMismatchError
+from tests.support.engines import engines
+from tests.support.ranks import run_ranks
+
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_local_rate_raises(options: dict[str, Any], size: int) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        optimizer.param_groups[0]["lr"] = 0.125  # alike
+        step()
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.0625
+        step()
+        with pytest.raises(LayoutMismatchError, match=r"rank 0: \[0\.125, .*rank 1: \[0\.0625, .*ReduceLROnPlateau"):
+            step()
+
+    run_ranks(size, run)
