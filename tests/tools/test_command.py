@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import resource
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +102,6 @@ def test_the_three_commands_do_what_they_say(directory: Saved, file: Saved, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"whole.ckpt", "again.ckpt", "names.json"}
 
 
-def test_the_default_output_is_beside_the_directory(directory: Saved, tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").symlink_to(directory.path, target_is_directory=True)
-    expected = tmp_path / "last.consolidated.ckpt"
-    assert succeeds("consolidate", tmp_path / "last.ckpt") == f"{expected}\n"
-    assert expected.is_file()
-    assert "is already there: --force replaces it" in fails("consolidate", tmp_path / "last.ckpt")
-
-
 def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
     directory: Saved, file: Saved, tmp_path: Path
 ) -> None:
@@ -129,45 +119,6 @@ def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
     assert "choose one" in fails("convert", file.path, out, *both, code=2)
     assert "is a file" in fails("consolidate", file.path, out, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text"]
-
-
-@pytest.fixture
-def little_disk() -> Iterator[None]:
-    """No file may grow beyond 4 MiB, as if the disk were full then."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """A file of 16 MiB, and the directory of it, in ``tmp_path / "directory"``."""
-    weights = {f"weight{number}": torch.ones(2**20) for number in range(4)}
-    torch.save({"model": weights}, tmp_path / "file")
-    succeeds("convert", tmp_path / "file", tmp_path / "directory")
-    return tmp_path
-
-
-def test_a_full_disk_is_told_and_what_was_there_stays(large: Path, little_disk: None) -> None:
-    out = large / "out"
-    out.write_text("the checkpoint before")
-    no_room = "there is no room for 16,777,216 bytes in a temporary file beside it (File too large)"
-    assert fails("consolidate", large / "directory", out, "--force") == f"Error: {out}: {no_room}\n"
-    assert fails("convert", large / "file", out, "--force") == f"Error: {out}: it was not written (File too large)\n"
-    assert out.read_text() == "the checkpoint before"
-    assert sorted(path.name for path in large.iterdir()) == ["directory", "file", "out"]
-
-
-def test_the_users_code_is_found_in_the_working_directory(
-    file: Saved, directory: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_project.py").write_text("from tests.tools.conftest import in_groups as LitModel\n")
-    monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
-    succeeds("convert", file.path, "sharded.ckpt", "--module", "my_project:LitModel")
-    assert names_from(tmp_path / "sharded.ckpt") == names_from(directory.path)
-    assert sys.path == before
 
 
 @pytest.mark.parametrize(

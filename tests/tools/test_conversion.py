@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
-from megastrategy.tools import checkpoint_parts
 from megastrategy.tools.checkpoint_parts import read_file
-from megastrategy.tools.conversion import consolidate, convert, default_file
-from megastrategy.tools.param_names import names_from, names_from_module, names_in_file
+from megastrategy.tools.conversion import consolidate, convert
+from megastrategy.tools.param_names import names_from, names_from_module
 from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
 from tests.doors.lightning.test_lightning_checkpoints import (
     amsgrad_in_groups,
     assert_same_value,
-    decay,
     resume,
     small_steps,
 )
@@ -60,10 +58,6 @@ def assert_same_directories(actual: Path, expected: Path) -> None:
         assert_same_value(OpenDirectory(actual).read(key), OpenDirectory(expected).read(key), key)
     extra = [load(path / "meta.pt") for path in (actual, expected)]
     assert_same_value(*extra, "meta.pt")
-
-
-def test_the_tool_knows_the_key_that_strategies_write() -> None:
-    assert checkpoint_parts.MAIN_PARAMS_KEY == MAIN_PARAMS_KEY
 
 
 # --- a Trainer's -----------------------------------------------------------------------------------------------------
@@ -208,17 +202,6 @@ def test_tensors_of_every_kind_survive(tmp_path: Path) -> None:
         )
 
 
-def test_states_that_optimizers_themselves_numbered_keep_their_numbers(tmp_path: Path) -> None:
-    """As a plain torch script saves them with torch.distributed.checkpoint, whose keys are strings."""
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW([{"params": [net.bias]}, {"params": [net.weight]}])
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    save_alone({"optimizer": optimizer.state_dict()}, tmp_path / "directory")
-    consolidate(tmp_path / "directory", tmp_path / "file")
-    assert_same_value(load(tmp_path / "file")["optimizer"], optimizer.state_dict(), "optimizer")
-
-
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -239,26 +222,6 @@ def of_strangers() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def broken() -> nn.Module:
     raise RuntimeError("no data here")
-
-
-class NeedsSize(AwkwardModule):
-    """A class that is called with the hyper-parameters in the file."""
-
-    def __init__(self, size: int) -> None:
-        assert size == 13
-        super().__init__(amsgrad_in_groups, decay, "step")
-
-
-def test_a_class_is_made_with_the_hyper_parameters_of_the_file(file: Saved) -> None:
-    whole = read_file(file.path)
-    whole.extra["hyper_parameters"] = {"size": 13}
-    assert names_from_module(f"{__name__}:NeedsSize", whole) == names_from_module(CODE, whole)
-    [groups] = names_from_module(CODE, whole).values()
-    assert groups[0] == ["inputs.weight", "scale"], "as amsgrad_in_groups has it"
-    assert groups[1] == []
-    del whole.extra["hyper_parameters"]
-    with pytest.raises(CheckpointError, match=r"NeedsSize failed with TypeError: .*'size'; give a function that"):
-        names_from_module(f"{__name__}:NeedsSize", whole)
 
 
 @pytest.mark.parametrize(
@@ -312,26 +275,6 @@ def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Sa
     assert_same_directories(tmp_path / "sharded.ckpt", directory.path)
 
 
-@pytest.mark.parametrize("writer", ["torch", "FSDP"])
-def test_names_that_are_in_the_file_are_used(tmp_path: Path, writer: str) -> None:
-    """torch keeps those of an optimizer made from named_parameters(); FSDP's state_dict has them for numbers."""
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizer = torch.optim.SGD([*net.named_parameters()][::-1], momentum=0.9)
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    if writer == "FSDP":
-        [group] = state["param_groups"]
-        group["params"] = names = group.pop("param_names")
-        state["state"] = {names[number]: values for number, values in state["state"].items()}
-    torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "file")
-    whole = read_file(tmp_path / "file")
-    convert(whole, names_in_file(whole), tmp_path / "directory")
-    saved = OpenDirectory(tmp_path / "directory").read("optimizer")["state"]
-    for name, param in net.named_parameters():
-        assert torch.equal(saved[name]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
-
-
 # --- what can go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -379,24 +322,6 @@ def test_a_damaged_directory_is_refused_and_nothing_is_written(directory: Saved,
     with pytest.raises(CheckpointError, match=messages[harm]):
         consolidate(damaged, tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
-
-
-def test_a_write_that_fails_leaves_nothing(file: Saved, directory: Saved, tmp_path: Path) -> None:
-    (tmp_path / "blocked").write_text("a file, where a directory is needed")
-    whole, names = read_file(file.path), names_from(directory.path)
-    with pytest.raises(NotADirectoryError):
-        convert(whole, names, tmp_path / "blocked" / "sharded")
-    with pytest.raises((NotADirectoryError, FileExistsError)):
-        consolidate(directory.path, tmp_path / "blocked" / "file")
-    whole.extra["cannot be saved"] = (number for number in range(3))
-    with pytest.raises(TypeError, match="generator"):
-        convert(whole, names, tmp_path / "sharded")
-    assert [path.name for path in tmp_path.iterdir()] == ["blocked"]
-
-
-def test_the_default_name_is_beside_the_directory(tmp_path: Path) -> None:
-    assert default_file(tmp_path / "runs" / "last.ckpt") == tmp_path / "runs" / "last.consolidated.ckpt"
-    assert default_file(tmp_path / "runs" / "checkpoint") == tmp_path / "runs" / "checkpoint.consolidated"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -101,23 +101,3 @@ def test_names_are_checked_by_the_state_that_is_element_wise(tmp_path: Path) -> 
     for number, name in enumerate(right):
         for key, value in state[number].items():
             assert not isinstance(value, Tensor) or torch.equal(saved[name][key], value), (name, key)
-
-
-class KeepsSquares(KeepsNested):
-    """Keeps a matrix of the first dimension for each parameter; one matrix has the shape of its parameter."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        rows = grad.reshape(len(grad), -1)
-        state["outer"] = rows @ rows.T
-        param.sub_(grad, alpha=group["lr"])
-
-
-def test_one_shape_that_is_right_does_not_make_state_element_wise(tmp_path: Path) -> None:
-    """If a square matrix keeps another of its shape, its bias keeps the same."""
-    net = nn.Linear(4, 4)
-    optimizer = KeepsSquares(net.parameters())
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
-    convert(read_file(tmp_path / "file"), {"optimizer": [["weight", "bias"]]}, tmp_path / "directory")
-    assert OpenDirectory(tmp_path / "directory").read("optimizer")["state"]["bias"]["outer"].shape == (4, 4)

@@ -20,7 +20,7 @@ from megastrategy.core import CheckpointError
 from megastrategy.tools.contents import Contents, inspect_checkpoint, loads_with
 from megastrategy.tools.conversion import consolidate
 from megastrategy.tools.param_names import names_from
-from megastrategy.tools.rendering import render, size
+from megastrategy.tools.rendering import render
 from tests.doors.fits import BATCHES_PER_EPOCH
 
 from .conftest import Saved, in_groups
@@ -63,35 +63,6 @@ def test_both_kinds_of_a_run_hold_the_same_and_all_of_it(directory: Saved, file:
     in_order = [names[param] for group in optimizer.param_groups for param in group["params"]]
     by_number = {entry.owner for entry in inspect_checkpoint(file.path).optimizers[0].entries}
     assert by_number == {f"#{number}" for number, name in enumerate(in_order) if name in trained}
-
-
-def test_weights_side_by_side_in_one_storage_are_not_tied(file: Saved, tmp_path: Path) -> None:
-    """As those of a recurrent layer on CUDA are, which cuDNN wants in one piece."""
-    content = torch.load(file.path, weights_only=False)
-    first, second = torch.arange(10.0).split([4, 6])
-    content["state_dict"] |= {"rnn.weight_ih_l0": first, "rnn.weight_hh_l0": second}
-    torch.save(content, tmp_path / "chunk.ckpt")
-    before, after = inspect_checkpoint(file.path), inspect_checkpoint(tmp_path / "chunk.ckpt")
-    assert after.tensor_bytes == before.tensor_bytes + 40
-    [weights] = after.models.values()
-    assert {entry.owner for entry in weights if entry.shared_with} == {"head.weight"}
-
-
-def test_the_total_is_what_the_tensors_are(file: Saved, directory: Saved, bf16: dict[str, Saved]) -> None:
-    """In a file the tied weight is there once, in a directory twice."""
-    tied = in_groups().head.weight.nbytes
-    contents = {name: inspect_checkpoint(saved.path) for name, saved in [("file", file), ("directory", directory)]}
-    assert contents["directory"].tensor_bytes == contents["file"].tensor_bytes + tied
-    [shared] = [entry for entry in contents["file"].entries if entry.shared_with]
-    assert (shared.owner, shared.shared_with) == ("head.weight", "embed.weight")
-    with zipfile.ZipFile(file.path) as archive:
-        stored = sum(info.file_size for info in archive.infolist() if "/data/" in info.filename)
-    assert contents["file"].tensor_bytes == stored
-    assert contents["file"].disk_bytes == file.path.stat().st_size
-    for saved in bf16.values():
-        main_params = [entry for entry in inspect_checkpoint(saved.path).entries if entry.what == "main_param"]
-        expected = sum(4 * param.numel() for param in in_groups().parameters() if param.requires_grad)
-        assert sum(entry.nbytes for entry in main_params) == expected
 
 
 def test_no_tensor_is_looked_at(file: Saved, directory: Saved, tmp_path: Path) -> None:
@@ -241,13 +212,3 @@ def test_a_cut_off_file_and_broken_metadata_are_named(file: Saved, directory: Sa
     (tmp_path / "directory" / ".metadata").write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match=r"directory/.metadata cannot be read: EOFError"):
         inspect_checkpoint(tmp_path / "directory")
-
-
-def test_sizes_are_in_the_largest_unit_that_fits() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**39)] == [
-        "0 B",
-        "1,023 B",
-        "1.00 KiB",
-        "3.00 MiB",
-        "2.50 TiB",
-    ]

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from click.testing import CliRunner, Result
 
-from megastrategy import launch
 from megastrategy.accelerate.launch_config import plugin_from_launch
 from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.tools import launching
@@ -55,14 +53,6 @@ def test_the_defaults_are_one_process_and_our_defaults() -> None:
     assert (read.num_processes, read.multi_gpu, read.use_cpu, read.mixed_precision) == (1, False, False, "no")
 
 
-def test_a_wrong_answer_is_asked_again() -> None:
-    result = run("config", answers="0\nmany\n3\n\nfp64\nno\n\n-1\n0\n\n")
-    assert result.exit_code == 0, result.output
-    content = yaml.safe_load(Path("megatron_ddp.yaml").read_text())
-    assert (content["num_processes"], content["mixed_precision"]) == (3, "no")
-    assert content["megatron_ddp_config"]["bucket_size"] is None
-
-
 def test_a_file_that_is_there_is_kept_unless_forced() -> None:
     path = Path("megatron_ddp.yaml")
     path.write_text("mine")
@@ -72,20 +62,6 @@ def test_a_file_that_is_there_is_kept_unless_forced() -> None:
     assert path.read_text() == "mine"
     assert run("config", "--force", answers="\n" * 6).exit_code == 0
     assert path.read_text() != "mine"
-
-
-def test_where_it_cannot_be_written_nothing_is_asked() -> None:
-    """Six answers later is too late."""
-    Path("folder").mkdir()
-    for target, message in {
-        "no/such/one.yaml": "no/such/one.yaml cannot be written: there is no folder no/such",
-        "train.py/one.yaml": "train.py/one.yaml cannot be written: train.py is no folder",
-        "folder": "folder is a folder: say which file in it, such as folder/megatron_ddp.yaml",
-    }.items():
-        for force in ([], ["--force"]):
-            result = run("config", "--config_file", target, *force, answers="\n" * 6)
-            assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {message}\n")
-    assert sorted(path.name for path in Path().rglob("*")) == ["folder", "train.py"]
 
 
 @pytest.mark.parametrize(
@@ -120,32 +96,3 @@ def test_what_cannot_be_launched_is_one_line_and_exit_code_2(
     assert (result.exit_code, result.stdout) == (2, "")
     [line] = result.stderr.splitlines()
     assert message in line
-
-
-def test_a_script_that_does_not_exist_is_found_before_any_process_starts() -> None:
-    result = run("launch", "--num_processes", "2", "trian.py")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"Error: the script trian.py does not exist (in {Path.cwd()})\n"
-    result = run("launch", "--num_processes", "2", "-m", "trian.loop")
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "Error: there is no module trian.loop\n")
-
-
-def test_a_wrong_variable_is_found_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_DDP_BUCKET_SIZE", "big")
-    result = run("launch", "train.py")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("Error: environment, MEGATRON_DDP_BUCKET_SIZE: bucket_size='big'")
-
-
-@pytest.mark.parametrize("command", ["launch", "config"])
-def test_help(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "--config_file" in result.stdout
-
-
-def test_help_says_where_accelerates_options_are() -> None:
-    """They are not listed, being a hundred, and depend on accelerate's version."""
-    assert "accelerate launch --help" in run("launch", "--help").stdout
-    assert launch.__doc__ is not None
-    assert "accelerate launch --help" in launch.__doc__, "what python -m megastrategy.launch --help prints"

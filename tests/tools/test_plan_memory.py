@@ -18,16 +18,13 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import build_layout
 from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.fake import FakeCollectives
-from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.shards import state_storage
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan.live_bytes import LiveBytes
-from megastrategy.tools.plan.memory import changes, parse_bytes, parse_ranks, rank_memory
-from megastrategy.tools.plan.one_step import MeasuredStep, ModelPlan, OneStep, _held
-from megastrategy.tools.plan.report import advice
+from megastrategy.tools.plan.memory import rank_memory
+from megastrategy.tools.plan.one_step import MeasuredStep, OneStep, _held
 from megastrategy.tools.plan.scripts import PlanError, measure_script
 from tests.core.properties.test_memory import bytes_of, wide
 from tests.support.ranks import run_ranks, with_instances
@@ -435,64 +432,6 @@ def test_gradients_may_be_larger_than_memory(tmp_path: Path) -> None:
     memory = rank_memory(step)
     assert (memory.weight_bytes, memory.grad_bytes) == pytest.approx((2048 * num_rows, 4096 * num_rows), rel=1e-6)
     assert memory.state_bytes == pytest.approx(2 * memory.grad_bytes / 64, rel=1e-4)
-
-
-def test_small_tensors_are_computed() -> None:
-    with LiveBytes(computes=False):
-        assert torch.arange(10).sum().item() == 45
-        assert torch.equal(torch.ones(3) + 1, torch.full((3,), 2.0))
-
-
-def step_of(dp_size: int, numel: int, activation_bytes: int, **options: Any) -> MeasuredStep:
-    """A model of one parameter in fp32, stepped with Adam."""
-    config = DistributedDataParallelConfig(**options)
-    layout = build_layout([ParamSpec("weight", (numel,), (1,), torch.float32, torch.float32)], config, dp_size)
-    plan = ModelPlan(layout, config, {0: 2}, {}, frozen_bytes=0, buffer_bytes=0, other_state_bytes=0)
-    return MeasuredStep(dp_size, (plan,), 0, 0, activation_bytes, 0, computes=False, num_computed=0)
-
-
-def test_what_fits_by_less_than_a_tenth_is_close() -> None:
-    """2**20 elements on two ranks: 4 + 4 + 8/2 bytes each, which is 12 MiB."""
-    memory = rank_memory(step_of(2, 2**20, 0))
-    assert memory.total_bytes == 12 * 2**20
-    assert memory.verdict(12 * 2**20 - 1) == "does not"
-    assert memory.verdict(12 * 2**20) == "close"
-    assert memory.verdict(14 * 2**20) == "fits"
-
-
-def test_what_to_change_is_what_takes_less() -> None:
-    mib = 2**20
-    found = {change.what: change.total_bytes for change in changes(step_of(2, mib, mib), 11 * mib)}
-    # 8 + 8/16 and the activations are the first that leave a tenth of it
-    assert found["16 ranks"] == 9 * mib + mib // 2
-    # bf16 weights take 2 + 4 + 12/2, which is what fp32 ones take on two ranks
-    assert "bf16 weights" not in found
-    assert "use_distributed_optimizer=True" not in found, "it is so already"
-    whole = {
-        change.what: change.total_bytes for change in changes(step_of(2, mib, 0, use_distributed_optimizer=False), mib)
-    }
-    assert whole["use_distributed_optimizer=True"] == 12 * mib
-
-
-def test_activations_that_do_not_fit_are_no_matter_of_ranks() -> None:
-    step = step_of(2, 2**10, 2**30)
-    assert not any("ranks" in change.what for change in changes(step, 2**20))
-    assert "fewer samples" in advice(step, 2**20)
-
-
-@pytest.mark.parametrize("text", ["80", "80 parsecs", "GiB", "-1GiB", "0GiB", "1e999GiB"])
-def test_sizes_have_units(text: str) -> None:
-    with pytest.raises(ValueError, match="with a unit"):
-        parse_bytes(text)
-
-
-def test_numbers_and_sizes_are_read() -> None:
-    assert parse_bytes("1.5GiB") == 3 * 2**29
-    assert parse_bytes("24GB") == 24 * 10**9
-    assert parse_ranks("64, 1,8,8") == [1, 8, 64]
-    for wrong in ("", "a", "1,,2", "0", "-1"):
-        with pytest.raises(ValueError, match="such as 1,8,64"):
-            parse_ranks(wrong)
 
 
 @pytest.mark.parametrize(

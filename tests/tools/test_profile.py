@@ -26,10 +26,9 @@ from megastrategy.core import (
 from megastrategy.tools.commands import root
 from megastrategy.tools.gaps import EVALUATION, LOADING, gaps_of
 from megastrategy.tools.pictures import chrome_trace
-from megastrategy.tools.profile_report import has_steps, why_nothing
 from megastrategy.tools.profiling import Recording
 from megastrategy.tools.summary import read_summary, summary
-from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, average, bucket_times, spans_of
+from megastrategy.tools.timeline import Lane, RankEvents, average, bucket_times, spans_of
 from tests.support.patience import HANG_S
 
 from ..support.doubles import DelayingCollectives
@@ -283,14 +282,3 @@ def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
     )
     assert planned.exit_code == 0, planned.output
     assert all(row["step_ms"] > 0 for row in json.loads(planned.stdout)["time"]["ranks"])
-
-
-def test_what_nothing_was_recorded_of_is_told_with_the_reason(tmp_path: Path) -> None:
-    assert "wrapped no model" in why_nothing([RankEvents(0, [])], 5)
-    few = [RankEvents(0, [ModelEvents([], num_skipped_steps=3)])]
-    assert why_nothing(few, 5) == "no step was recorded: the script made 3, and the first 5 are skipped: lower --skip"
-    assert why_nothing([RankEvents(0, [ModelEvents([])])], 0).endswith("the script made none")
-    assert not has_steps(few)
-    missing = CliRunner().invoke(root, ["profile", str(tmp_path / "none.py")])
-    assert missing.exit_code == 2
-    assert f"{tmp_path}/none.py does not exist" in missing.stderr

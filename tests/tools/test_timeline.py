@@ -42,12 +42,6 @@ def test_each_lane_has_its_spans_and_collectives_are_shown_when_they_ran() -> No
     ]
 
 
-def test_a_backend_that_does_not_tell_when_it_ran_is_shown_from_launch_to_wait() -> None:
-    events = in_order(collective(REDUCE, 0, 10, None, 30), collective(REDUCE, 1, 20, (21, 22), 30))
-    assert in_ms(spans_of(events)) == [("reduce bucket 0", 10, 30), ("reduce bucket 1", 21, 22)]
-    assert [times.ran_ms for times in bucket_times(ModelEvents(events))] == [None, 1.0]
-
-
 def test_what_an_exception_cut_off_is_left_out_and_the_next_is_whole() -> None:
     failed = [at(0, "forward_start", 1), at(5, "forward_start", 1), at(8, "backward_start"), at(9, "reduce_start", 0)]
     again = [*span(FORWARD, 10, 20, 1), *span(BACKWARD, 20, 30), *collective(REDUCE, 0, 25, (26, 27), 29)]
@@ -55,13 +49,6 @@ def test_what_an_exception_cut_off_is_left_out_and_the_next_is_whole() -> None:
         ("forward", 10, 20),
         ("reduce bucket 0", 26, 27),
         ("backward", 20, 30),
-    ]
-
-
-def test_an_end_without_a_start_is_left_out() -> None:
-    """Recording may begin while a gather is on its way."""
-    assert in_ms(spans_of(in_order([at(3, "gather_end", 0), at(3, "wait_end", 1)], span(STEP, 5, 6)))) == [
-        ("step", 5, 6)
     ]
 
 
@@ -80,14 +67,6 @@ def test_a_step_lasts_until_the_parameters_are_there_and_waiting_in_it_is_expose
     assert (step.step_ms, step.exposed_ms) == (100.0, 23.0)
     mean = average([step])
     assert (mean.exposed_gradients_ms, mean.exposed_parameters_ms, mean.exposed_share) == (9.0, 14.0, 0.23)
-
-
-def test_what_lies_between_steps_belongs_to_none() -> None:
-    validation = in_order(span(FORWARD, 130, 180, 0))
-    events = [*one_step(), *validation, *one_step(after=200), *one_step(after=1000)]
-    assert [step.step_ms for step in steps_of(events)] == [100.0] * 3
-    assert average(steps_of(events)).exposed_share == pytest.approx(0.23)
-    assert in_ms(spans_of(validation)) == [("forward without gradients", 130, 180)]
 
 
 def test_accumulated_microbatches_belong_to_the_step_that_uses_them() -> None:
@@ -139,12 +118,6 @@ def test_a_plain_optimizer_tells_nothing_so_its_steps_end_with_a_synchronised_ba
     events = [*microbatch(0, 0), *microbatch(40, 1), *microbatch(100, 0), *microbatch(150, 1)]
     assert [step.step_ms for step in ModelEvents(events, has_optimizer=False).steps] == [70.0, 80.0]
     assert ModelEvents(events).steps == []
-
-
-def test_no_steps_have_no_average() -> None:
-    assert steps_of([]) == steps_of(in_order(span(FORWARD, 0, 1, 1))) == steps_of(in_order(span(STEP, 0, 1))) == []
-    with pytest.raises(ValueError, match="no whole step"):
-        average([])
 
 
 def test_a_bucket_is_hidden_where_its_rank_did_not_wait() -> None:
@@ -199,16 +172,3 @@ def test_every_gap_has_a_name() -> None:
         ("loss", 10, 11),
         ("plain optimizer, hooks, logging", 20, 30),
     ]
-
-
-def test_manual_optimization_leaves_no_gap_inside_its_forward() -> None:
-    inside = [*span(FORWARD, 5, 8, 0), *span(BACKWARD, 10, 30), *span(STEP, 31, 40)]
-    assert gaps_of(ModelEvents(in_order(span(FORWARD, 0, 50, 1), inside))) == []
-
-
-def test_an_evaluation_between_microbatches_is_no_time_of_the_step() -> None:
-    """``val_check_interval`` counts batches, not steps."""
-    silent = in_order(span(FORWARD, 0, 20, 1), span(BACKWARD, 22, 50))
-    evaluation = in_order(span(FORWARD, 60, 100, 0), span(FORWARD, 110, 160, 0))
-    [step] = steps_of([*silent, *evaluation, *one_step(after=170)])
-    assert (step.step_ms, average([step]).exposed_share) == (170.0, 23 / 170)

@@ -16,7 +16,7 @@ from megastrategy.tools.profile_report import write_files
 from megastrategy.tools.timeline import ModelEvents, RankEvents
 
 from .test_command import Hides
-from .timeline_events import FORWARD, MS, REDUCE, assert_nested, collective, in_order, names_of, one_step, slices, span
+from .timeline_events import MS, assert_nested, names_of, one_step, slices
 
 
 def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
@@ -41,23 +41,6 @@ def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
     )
     for events in threads.values():
         assert_nested(events)
-
-
-def test_collectives_that_overlap_get_threads_of_their_own() -> None:
-    launched = [collective(REDUCE, bucket, 10 * bucket, None, 25 + 10 * bucket) for bucket in range(5)]
-    trace = chrome_trace([RankEvents(0, [ModelEvents(in_order(*launched))])])
-    threads = slices(trace)
-    assert [len(events) for events in threads.values()] == [2, 2, 1], "as few as it takes"
-    for events in threads.values():
-        assert_nested(events)
-
-
-def test_several_models_of_a_rank_are_told_apart() -> None:
-    trace = chrome_trace([RankEvents(0, [ModelEvents(one_step()), ModelEvents(one_step(after=50))])])
-    lanes = names_of(trace, "thread_name")
-    assert lanes[0, 1] == "model 0: compute"
-    assert lanes[0, 6] == "model 1: compute"
-    assert all(len({e["cat"] for e in events}) == 1 for events in slices(trace).values())
 
 
 def test_a_record_reads_as_it_was_written() -> None:
@@ -86,31 +69,6 @@ def test_the_picture_is_red_where_the_rank_waits(tmp_path: Path) -> None:
     assert parameters > 1000
     assert gradients / parameters == pytest.approx(9 / 14, rel=0.05)
     assert area(0, 1) - legend == pytest.approx(gradients + parameters, rel=0.02)
-
-
-def test_an_evaluation_does_not_fill_the_picture(tmp_path: Path) -> None:
-    """It takes ten times a step here, between the last two; the two before it are drawn in its place."""
-
-    def drawn(*events: list[Event]) -> bytes:
-        path = tmp_path / "timeline.png"
-        plot([RankEvents(0, [ModelEvents([event for part in events for event in part])])], path)
-        return path.read_bytes()
-
-    first, second, third = one_step(), one_step(after=120), one_step(after=1300)
-    evaluation = in_order(span(FORWARD, 230, 1290, 0))
-    assert red_pixels_of(drawn(first, second, evaluation, third), tmp_path) == pytest.approx(
-        red_pixels_of(drawn(first, second), tmp_path), rel=0.05
-    )
-
-
-def red_pixels_of(content: bytes, folder: Path) -> int:
-    (folder / "again.png").write_bytes(content)
-    return red_pixels(folder / "again.png")
-
-
-def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no whole step"):
-        plot([RankEvents(0, [ModelEvents(in_order(span(FORWARD, 0, 1, 1)))])], tmp_path / "none.png")
 
 
 def test_without_matplotlib_all_but_the_picture_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

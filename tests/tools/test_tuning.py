@@ -9,19 +9,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from megastrategy.core import Event, EventKind
-from megastrategy.tools.commands import root
 from megastrategy.tools.timeline import ModelEvents, RankEvents
 from megastrategy.tools.tuning import (
-    SMALLEST_NUMEL,
     SizeTimes,
     TuningError,
     advice,
     best_of,
     compare_sizes,
-    sizes_for,
     slowest_median_ms,
 )
 from tests.support.patience import HANG_S
@@ -68,19 +64,6 @@ def test_sizes_take_turns_and_are_compared_within_their_round() -> None:
     assert hundred.ratios == pytest.approx([0.8, 0.8])
     assert fifty.ratios == pytest.approx([1.2, 1.2])
     assert fifty.num_buckets == 2
-
-
-def test_sizes_that_nobody_gave_fit_the_model() -> None:
-    ran: list[int | None] = []
-
-    def run(size: int | None) -> list[RankEvents]:
-        ran.append(size)
-        return ranks_with(1.0)
-
-    compare_sizes(run, [], 1, lambda line: None)
-    assert ran == [None, NUMEL, NUMEL // 4, NUMEL // 16, NUMEL // 64]
-    assert min(sizes_for(2**16)) == SMALLEST_NUMEL, "a smaller bucket is latency alone"
-    assert sizes_for(100) == [100]
 
 
 def times(size: int | None, *ratios: float) -> SizeTimes:
@@ -130,31 +113,6 @@ if __name__ == "__main__":
         Path("ended.txt").touch()
 """
 
-LIGHTNING = """
-import lightning.pytorch as pl
-import torch
-
-
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(8, 8)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
-if __name__ == "__main__":
-    data = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=4)
-    saves = pl.callbacks.ModelCheckpoint(dirpath="saved", save_on_exception=True)
-    options = {"logger": False, "callbacks": [saves], "enable_progress_bar": False}
-    trainer = pl.Trainer(strategy="megatron_ddp", accelerator="cpu", devices=2, max_steps=-1, max_epochs=-1, **options)
-    trainer.fit(Net(), data)
-"""
-
 
 def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ours = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -183,16 +141,6 @@ def test_a_script_that_never_ends_is_run_with_each_size_and_ended_without_a_word
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "runs.txt"}
 
 
-@pytest.mark.fresh
-@pytest.mark.long
-def test_a_lightning_script_leaves_no_checkpoint_of_its_end(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LIGHTNING)
-    done = tune(tmp_path, "--size", "16", "--rounds", "1", "--steps", "3", "--skip", "1", "train.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[-3:-1]] == ["default", "16"]
-    assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
-
-
 @pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.parametrize(
@@ -203,9 +151,3 @@ def test_a_script_that_fails_or_trains_nothing_is_told_in_a_line(script: str, co
     done = tune(tmp_path, "train.py")
     assert done.returncode == 1
     assert complaint in done.stderr.splitlines()[-1]
-
-
-def test_a_script_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
-    missing = CliRunner().invoke(root, ["tune", str(tmp_path / "none.py")])
-    assert missing.exit_code == 2
-    assert "none.py does not exist" in missing.stderr

@@ -215,35 +215,6 @@ def raises_in_backward(model: DistributedDataParallel, net: Any, when: str, rank
         hook.remove()
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_additions_of_a_kernel_before_a_failure_are_not_kept(accumulated: bool) -> None:
-    """The engine has heard of no gradient yet, and would take the next backward for the first."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        def fail(grad: Tensor) -> None:
-            raise ValueError("bad")
-
-        layer = Fused(WIDTH, WIDTH, bias=False)
-        model = DistributedDataParallel(layer, DistributedDataParallelConfig(**WHOLE), group)
-        x = batch(0, 0, torch.float32)
-        if accumulated:
-            with model.no_sync():
-                model(x).sum().backward()
-        hook = layer.weight.register_hook(fail)
-        with pytest.raises(ValueError, match="bad"), model.no_sync():
-            model(x).sum().backward()
-        hook.remove()
-        with pytest.raises(MainGradError, match=r"call zero_grad\(\) after an error"):
-            model(x).sum().backward()
-        model.zero_grad()
-        model(x).sum().backward()
-        assert layer.weight.grad is not None
-        torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(WIDTH, WIDTH))
-        model.close()
-
-    run_ranks(2, run)
-
-
 def test_a_loss_of_an_inner_layer_that_comes_first_is_refused() -> None:
     """A loss that a layer keeps for the training loop, as in a mixture of experts, may be the first of a backward."""
 
@@ -304,29 +275,6 @@ def test_without_a_place_the_layer_is_refused_at_the_wrapping(options: dict[str,
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"'first.weight': its layer adds .* grad_buffer=\"contiguous\""):
             wrap(group, Fused, **options)
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("before", ["a refusal", "a training"])
-def test_a_layer_that_is_switched_off_is_a_plain_one_again(before: str) -> None:
-    """The error suggests it, and it has to work in the same process."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        net = Net(Fused, torch.float32)
-        pooled = DistributedDataParallelConfig(grad_buffer="pooled")
-        if before == "a refusal":
-            with pytest.raises(ValueError, match="switch it off in the layer"):
-                DistributedDataParallel(net, pooled, group)
-        else:
-            model = DistributedDataParallel(net, DistributedDataParallelConfig(), group)
-            model(batch(rank, 0, torch.float32)).backward()
-            model.close()
-        for layer in (net.first, net.last, net.sometimes):
-            layer.fuse_wgrad_accumulation = False
-        model = DistributedDataParallel(net, pooled, group)
-        assert not hasattr(net.first.weight, "grad_added_to_main_grad")
-        model.close()
 
     run_ranks(2, run)
 

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.errors import UnusedParameterError
-from tests.support.gradients import assert_equal, batch, grads_with_ddp, grads_with_ours, one_backward
+from tests.support.gradients import assert_equal, batch, grads_with_ddp, grads_with_ours
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.pooled import POOLED, config, half, one_large
 from tests.support.ranks import run_ranks
@@ -213,43 +212,6 @@ def test_parameters_that_some_ranks_or_some_microbatches_do_not_use(static: bool
     assert_equal(ours, expected, 1e-6)
     assert torch.equal(ours[0][6], Parts().parts[3].weight), "used by no rank"
     assert not torch.equal(ours[0][4], Parts().parts[2].weight), "used by rank 1"
-
-
-def test_a_parameter_against_the_promise_is_named_in_its_microbatch() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(Parts(), config(find_unused_parameters=False), group)
-        with model.no_sync():
-            model(batch(rank), (0, 1, 2, 3)).backward()
-            with pytest.raises(UnusedParameterError, match=r"2 parameter.*'parts.2.weight', 'parts.2.bias'"):
-                model(batch(rank), (0, 1, 3)).backward()
-
-    run_ranks(2, run)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph: torch says it once a process
-def test_sparse_and_double_gradients() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, 7, sparse=True)
-            nn.init.constant_(self.table.weight, 0.3)
-
-        def forward(self, rows: Tensor) -> Tensor:
-            return self.table(rows).square().sum()
-
-    def of_rows(model: Any, rank: int) -> None:
-        for number in range(2):
-            model(torch.tensor([rank, 3, 3, 40 + number])).backward()
-
-    ours = grads_with_ours(Sparse, of_rows, **POOLED, bucket_size=1)
-    reference = grads_with_ddp(Sparse, of_rows)
-    assert_equal(ours, [[grad.to_dense() for grad in grads] for grads in reference], 1e-6)
-
-    def with_graph(model: Any, rank: int) -> None:
-        model(batch(rank)).square().sum().backward(create_graph=True)
-
-    ours = grads_with_ours(two_layers, with_graph, **POOLED, bucket_size=1)
-    assert_equal(ours, grads_with_ddp(two_layers, one_backward))
 
 
 def test_a_backward_that_broke_off_leaves_nothing_in_the_sums() -> None:

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import UnusedParameterError
 from megastrategy.core.events import Event, EventKind
 from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks
@@ -265,25 +264,6 @@ def test_state_that_was_loaded_for_a_frozen_parameter_is_used_when_it_joins() ->
         assert torch.equal(uninterrupted, resumed)
 
 
-@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": False}])
-def test_promises_about_unused_parameters_are_of_those_that_require_gradients(options: dict[str, Any]) -> None:
-    ours = train(Ours, unfreeze_one_by_one, {**SMALL_BUCKETS, **options})
-    theirs = train(Reference, unfreeze_one_by_one, {})
-    assert all(torch.equal(ours[0][0][name], value) for name, value in theirs[0][0].items())
-
-    def rank_main(rank: int, group: ProcessGroup) -> None:
-        module = four_layers()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(find_unused_parameters=False), group)
-        module[0].requires_grad_(False)
-        model(batch(rank, 0)).sum().backward()
-        model.zero_grad()
-        model.watch_backward(loss := module[6](torch.ones(4, 13)).sum())
-        with pytest.raises(UnusedParameterError, match=r"4 parameter\(s\) received no gradient.*'2\.weight'"):
-            loss.backward()
-
-    run_ranks(2, rank_main)
-
-
 def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
     """torch casts it to the weight's dtype, in which it would be rounded, and no state of a main param."""
 
@@ -304,22 +284,6 @@ def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
         after.optimizer.step()
 
     run_ranks(2, run)
-
-
-def test_all_parameters_may_be_frozen_at_first() -> None:
-    def rank_main(rank: int, group: ProcessGroup) -> Tensor:
-        module = four_layers().requires_grad_(False)
-        made = Ours(module, adam(module.parameters()), group, {})
-        with torch.no_grad():
-            made.model(batch(rank, 0))
-        module.requires_grad_(True)
-        made.model(batch(rank, 0)).sum().backward()
-        made.optimizer.step()
-        return module[0].weight.detach().clone()
-
-    first, second = run_ranks(2, rank_main)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, four_layers()[0].weight)
 
 
 def test_a_new_module_may_join_with_its_own_group() -> None:
@@ -360,32 +324,3 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
         assert len(groups) == 1
 
     run_ranks(1, rank_main)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_frozen_after_its_backward_is_stepped_on_all_ranks(dtype: torch.dtype) -> None:
-    """As by one optimizer that steps while another's parameters are toggled, or between backward and step."""
-
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        module = four_layers(dtype)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
-        first, second = (
-            DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (module[0], module[2])
-        )
-        for step in range(3):
-            model(batch(rank, step).to(dtype)).float().square().sum().backward()
-            module[0].requires_grad_(step == 1)
-            first.step()
-            second.step()
-            module[0].requires_grad_(True)
-            first.zero_grad()
-            second.zero_grad()
-        return [param.detach().clone() for param in module.parameters()]
-
-    ranks = run_ranks(2, run)
-    moved = [
-        not torch.equal(mine, before) for mine, before in zip(ranks[0], four_layers(dtype).parameters(), strict=True)
-    ]
-    assert moved == [True] * 4 + [False] * 4
-    for mine, theirs in zip(*ranks, strict=True):
-        assert torch.equal(mine, theirs)

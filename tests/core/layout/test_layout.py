@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastrategy.core.collectives.comparison import digest as digest_of
 from megastrategy.core.config import DistributedDataParallelConfig
-from megastrategy.core.layout.build import build_layout, default_bucket_size
+from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.recurrent_weights import ChunkPlace
 from megastrategy.core.layout.strides import contiguous_stride, dense_stride
@@ -200,21 +200,6 @@ def test_buckets_of_the_default_size_begin_small() -> None:
     assert [len(bucket.params) for bucket in given.buckets] == [8] * 8, "as the user says"
 
 
-def test_small_models_begin_with_no_smaller_bucket_than_is_worth_it() -> None:
-    specs = [spec(f"layer {number}", 2**14) for number in range(40)]
-    layout = build_layout(specs, DistributedDataParallelConfig(), 2)
-    assert [len(bucket.params) for bucket in layout.buckets] == [8, 8, 8, 16], "2**17 elements, and then 2**18"
-    whole = build_layout(specs[:16], DistributedDataParallelConfig(), 2)
-    assert len(whole.buckets) == 1, "all of a model that fits into a bucket"
-
-
-def test_default_bucket_size() -> None:
-    assert default_bucket_size(10_000, 2) == 2**18  # a small model: latency counts
-    assert default_bucket_size(10_000_000, 2) == 1_250_000  # eight buckets
-    assert default_bucket_size(10**10, 8) == 40_000_000  # Megatron-LM's
-    assert default_bucket_size(10**10, 64) == 64_000_000
-
-
 def test_dense_strides_are_kept_and_others_replaced() -> None:
     assert dense_stride((2, 3, 4, 5), (60, 1, 15, 3)) == (60, 1, 15, 3)  # channels_last
     assert dense_stride((3, 4), (1, 3)) == (1, 3)  # transposed
@@ -264,15 +249,6 @@ def test_bad_arguments_are_named() -> None:
         build_layout([spec("a", 1), spec("a", 2)], DistributedDataParallelConfig(), 2)
     with pytest.raises(ValueError, match="dp_size=0"):
         build_layout([spec("a", 1)], DistributedDataParallelConfig(), 0)
-
-
-def test_a_broken_layout_does_not_come_into_being() -> None:
-    layout = build_layout([spec("a", 100), spec("b", 100)], DistributedDataParallelConfig(bucket_size=1), 2)
-    with pytest.raises(AssertionError, match="gap or overlap"):
-        dataclasses.replace(layout, buckets=layout.buckets[1:])
-    moved = dataclasses.replace(layout.slots[0], start=layout.slots[0].start + 64, end=layout.slots[0].end + 64)
-    with pytest.raises(AssertionError):
-        dataclasses.replace(layout, slots=(moved, layout.slots[1]))
 
 
 @given(st.lists(models(), min_size=2, max_size=3), st.integers(1, 5000), st.integers(1, 9), st.booleans())

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
-from megastrategy.core.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
 from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
@@ -318,31 +317,6 @@ def test_a_sharded_step_takes_the_mean_of_what_no_forward_prepared(size: int, op
     for rank, weights in enumerate(run_ranks(size, run)):
         for mine, expected in zip(weights, alone(rank).parameters(), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_a_count_of_tokens_for_a_backward_that_was_not_prepared_is_refused(options: Mapping[str, Any]) -> None:
-    """By the step, on all ranks: the second of two backwards after two forwards."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        loop = Loop(rank, group, options)
-        one, other = loop.loss(0), loop.loss(1)
-        loop.model.weigh_by_tokens(one, rank + 1).backward()
-        loop.model.weigh_by_tokens(other, 3).backward()
-        with pytest.raises(LossTokensError, match="no forward of the wrapped model prepared"):
-            loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        # A map in between counts nothing, and takes no count away.
-        loop.model.weigh_by_tokens(loop.loss(3), rank + 1).backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        loop.loss(2, raw=True).backward()
-        loop.optimizer.zero_grad()
-        loop.model.weigh_by_tokens(loop.loss(4), rank + 1).backward()
-        loop.optimizer.step()
-        loop.model.close()
-
-    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=str)

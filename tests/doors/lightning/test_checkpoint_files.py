@@ -132,18 +132,6 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_checkpoint_before_it_stay
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-@contextlib.contextmanager
-def without_privileges() -> Iterator[None]:
-    """The permissions of files do not bind root."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

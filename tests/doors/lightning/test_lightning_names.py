@@ -151,46 +151,6 @@ def test_without_either_an_error_says_what_to_install(tmp_path: Path) -> None:
     run_python("-c", textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
 
 
-NOTEBOOK = """
-import importlib, sys
-sys.ps1 = ">>> "  # what a notebook's kernel has, and Lightning goes by
-package = sys.argv[1]
-api = importlib.import_module(package)
-user = getattr(api, "Trainer", None) or api.Fabric
-
-def said(strategy):
-    try:
-        return None, user(strategy=strategy, accelerator="cpu", devices=2)
-    except Exception as error:
-        return type(error), str(error)
-
-theirs, text = said("ddp")
-assert theirs is not None and "ddp_notebook" in text, text
-import megastrategy_autoload
-from megastrategy_autoload import START_METHODS
-door = importlib.import_module(megastrategy_autoload.DOORS[package])
-for name in START_METHODS:
-    kind, answer = said(name)
-    if START_METHODS[name] == "fork":
-        assert kind is None, answer
-        continue
-    assert kind is theirs, (kind, theirs)
-    assert all(f"'{other}'" in answer for other in START_METHODS if other.endswith("_notebook")), answer
-    assert "'ddp_notebook'" not in answer and "start_method='fork'" in answer, answer
-assert said(door.MegatronDDPStrategy(bucket_size=7))[0] is theirs
-assert said(door.MegatronDDPStrategy(bucket_size=7, start_method="fork"))[0] is None
-assert said("ddp") == (theirs, text)
-"""
-
-
-@pytest.mark.fresh
-@pytest.mark.long
-@pytest.mark.parametrize("package", DOORS)
-def test_in_a_notebook_the_remedy_is_a_name_of_ours(tmp_path: Path, package: str) -> None:
-    """Lightning's error names 'ddp_notebook', by which the user would leave with the problem solved and no sharding."""
-    run_python("-c", NOTEBOOK, package, cwd=tmp_path, autoload=True)
-
-
 # --- one package's instance in another -------------------------------------------------------------------------------
 
 

@@ -83,12 +83,6 @@ def test_a_fit_on_one_rank_calls_what_a_fit_under_ddp_calls(
     assert one_rank.run(calls_in_a_fit, "megatron_ddp", 1, dtype, **mode) == [order]
 
 
-def test_a_fit_with_all_reduce_calls_what_a_fit_under_ddp_calls(ranks: Ranks) -> None:
-    dtype = torch.float32
-    assert ranks.run(calls_in_a_fit, "ddp", 2, dtype) == [EXPECTED] * 2
-    assert ranks.run(calls_in_a_fit, "megatron_ddp", 2, dtype, use_distributed_optimizer=False) == [EXPECTED] * 2
-
-
 class Scaling(torch.optim.SGD):
     """Takes an argument that torch's does not."""
 
@@ -139,25 +133,6 @@ def test_lightning_hands_arguments_of_step_on(ranks: Ranks, mode: dict[str, Any]
 
 
 # --- Fabric ----------------------------------------------------------------------------------------------------------
-
-
-def calls_with_fabric() -> list[str]:
-    from lightning.fabric import Fabric
-
-    calls: list[str] = []
-    fabric = Fabric(accelerator="cpu", devices=1, strategy="megatron_ddp")
-    fabric.launch()
-    module = nn.Linear(3, 3)
-    model, optimizer = fabric.setup(module, noting(calls)(module.parameters(), lr=0.1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        fabric.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-    return calls
-
-
-def test_fabric_on_one_rank_calls_what_the_user_calls(one_rank: Ranks) -> None:
-    assert one_rank.run(calls_with_fabric) == [["zero_grad", "step"] * 3]
 
 
 # --- Accelerate ------------------------------------------------------------------------------------------------------

@@ -57,28 +57,6 @@ def test_a_name_and_an_import_refuse_an_old_lightning(tmp_path: Path, package: s
 
 
 @pytest.mark.fresh
-def test_a_lightning_too_old_to_be_imported_is_refused_by_version_too(tmp_path: Path) -> None:
-    """2.1 and 1.9 want pkg_resources, which a new setuptools has not; that would not say what to do."""
-    for name, version in (("lightning", "2.1.4"), ("pytorch_lightning", "1.9.5")):
-        package = tmp_path / name
-        package.mkdir()
-        (package / "__init__.py").write_text("import pkg_resources_that_is_gone\n")
-        metadata = tmp_path / f"{name}-{version}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    code = """
-        sys.path.insert(0, sys.argv[1])
-        import megastrategy
-        refused(lambda: megastrategy.MegatronDDPStrategy, "lightning.pytorch 2.1.4", ">=2.6'")
-        refused(lambda: importlib.import_module("megastrategy.fabric"), "lightning.fabric 2.1.4")
-        for door in ("pytorch_lightning", "lightning_fabric"):
-            words = (f"{door} 1.9.5", "pip install 'pytorch-lightning>=2.6'")
-            refused(lambda: importlib.import_module(f"megastrategy.{door}"), *words)
-    """
-    run_python("-c", ASK + textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
-
-
-@pytest.mark.fresh
 def test_an_old_accelerate_is_refused(tmp_path: Path) -> None:
     code = """
         import accelerate
