@@ -106,7 +106,8 @@ class Responder:
     _CLOSE_TIMEOUT_S = 5.0
 
     def __init__(self, store: Store, rank: int, progress: Progress, number: int) -> None:
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
         self._own_store: Store  # the thread makes it
         self._progress = progress
         self.number = number  # of rank 0's next request
@@ -157,7 +158,8 @@ class Responder:
 
     def _answer(self, request: dict[str, Any]) -> None:
         """Waits until the check is over, this rank has come, or it is certain that it will not come."""
-        key, store = request["key"], self._own_store
+        key = request["key"]
+        store = self._own_store
         # This rank's mark, or the outcome: either answers the request.
         while not self._stops and not any(store.check([f"{key}/{end}"]) for end in (self._rank, "outcome")):
             if where := self._progress.place_if_past(request):
@@ -178,7 +180,10 @@ class RankCheck:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Only rank 0 waits for a short time: the others may rightly come early, while it evaluates.
         self.patience = min(MISSING_RANK_TIMEOUT, timeout) if rank == 0 else timeout
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
         self.progress = Progress()
         self._place = -1  # of the last check, in the count of collectives
         self._counts: dict[str, int] = {}  # of checks at that place, by name
@@ -206,7 +211,8 @@ class RankCheck:
             self._finalizer.detach()
             self._responder.stop()
             # The next responder continues the count: rank 0 numbers its requests without regard to stops.
-            self._num_answered, self._responder = self._responder.number, None
+            self._num_answered = self._responder.number
+            self._responder = None
 
     def wait_for_all(self, what: str, probe: Callable[[int], object], remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks have called this with the same ``what``, the call's name in messages.
@@ -238,7 +244,8 @@ class RankCheck:
     def _ask(self, rank: int, request: dict[str, Any]) -> None:
         """Asks another rank's responder, from rank 0, where that rank is."""
         # Numbered, never overwritten: the next responder finds a request that came while there was none.
-        number, self._num_asked[rank] = self._num_asked[rank], self._num_asked[rank] + 1
+        number = self._num_asked[rank]
+        self._num_asked[rank] += 1
         self.store.set(f"{_ROOT}/ask/{rank}/{number}", pickle.dumps(request))  # type: ignore[arg-type] # takes bytes
 
     def report_waiting(self, where: str, collective: int) -> None:
@@ -264,7 +271,8 @@ class RankCheck:
 
     def _outcome(self, key: str, what: str, deadline: float, probe: Callable[[int], object]) -> str:
         """Takes part in a check and returns its outcome; "" if it had failed before this rank came."""
-        store, outcome = self.store, f"{key}/outcome"
+        store = self.store
+        outcome = f"{key}/outcome"
         if store.check([outcome]):
             # A late rank joins a check that succeeded, and starts a new one after a failure.
             known = store.get(outcome).decode()
@@ -278,8 +286,10 @@ class RankCheck:
 
     def _wait_for_others(self, key: str, deadline: float, probe: Callable[[int], object]) -> str:
         """Returns the outcome that another rank has written, or the one that this rank proposes."""
-        store, outcome = self.store, f"{key}/outcome"
-        ask_at, next_probe = time.monotonic() + ASK_AFTER_S, time.monotonic() + _PROBE_S
+        store = self.store
+        outcome = f"{key}/outcome"
+        ask_at = time.monotonic() + ASK_AFTER_S
+        next_probe = time.monotonic() + _PROBE_S
         has_asked = self.rank != 0  # only rank 0 asks
         while missing := self._missing(key):
             # Rank 0 has written it, or a rank's responder, which has found evidence that this rank will never come.
