@@ -53,6 +53,10 @@ class UsedParams:
         self._last_arrival[index], self._is_reduced[index] = self._backward, False
         return is_first
 
+    def has_arrived(self, index: int) -> bool:
+        """Whether a gradient of the parameter has arrived in this backward."""
+        return self._last_arrival[index] == self._backward
+
     def note_reduced(self, has_grad: Sequence[bool]) -> None:
         """Records that the gradients of all parameters with ``has_grad`` are reduced."""
         self._is_reduced[:] = has_grad

@@ -513,6 +513,11 @@ class Reducer:
 
     def _launch(self, bucket: int) -> None:
         with profiler_range("reduce", bucket):
+            # Other buffers notice a drop themselves: a view still has the gradient.
+            if self.buffers.reduces_every_backward and inside_backward():
+                for index in self._layout.buckets[bucket].params:
+                    if self.buffers.params[index].grad is None and self._used.has_arrived(index):
+                        raise stepped_in_backward(self._layout.params[index].name)
             self.buffers.seal(bucket)
             if self._config.check_for_nan_in_grad:
                 self.buffers.find_nonfinite(bucket, self._nonfinite)

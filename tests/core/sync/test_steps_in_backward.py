@@ -98,8 +98,9 @@ def test_step_in_hook_raises(options: dict[str, Any], hook: str, *, first: bool)
         assert "Step after backward()" in str(error)
 
 
-def test_lomo_raises() -> None:
-    for error in try_training({}, lomo, first=True):
+@either_mode
+def test_lomo_raises(options: dict[str, Any]) -> None:
+    for error in try_training(options, lomo, first=True):
         assert isinstance(error, ParameterChangedError)
 
 
