@@ -109,7 +109,7 @@ def test_weights_with_other_memory_are_those_of_one_that_changes_them_in_place(
     assert_as_in_place(ReplacesWeights, by_norm, options, ranks, dtype)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(16)
 @in_every_mode
 @pytest.mark.parametrize(("kind", "by_norm"), [row for row in KINDS if row[0] is not ReplacesWeights])
 def test_kept_gradients_are_those_of_one_that_copies_them(
