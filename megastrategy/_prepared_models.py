@@ -86,14 +86,21 @@ class PreparedModels(Generic[Model]):
         return owners
 
     def shard(self, optimizer: Optimizer, model: Model, log: Callable[[str], None]) -> DistributedOptimizer:
-        """Shards an optimizer over the ranks of its model, or finds the sharded one that was made for both before.
+        """Shards an optimizer over the ranks of its model, or finds the sharded one that was made for it before.
 
-        A second one would have a separate state, and both would step the same weights.
+        A second one would have a separate state, and both would step the same weights. One whose model is closed or
+        gone, as in the next attempt after an error, is connected to the new model, with its state. Collective then.
         """
         for known, owner in self.optimizers():
             if known.optimizer is optimizer and owner is model:
                 return known
-        distributed = DistributedOptimizer(optimizer, model)
+        earlier = (reference() for reference, _ in self._optimizers)
+        distributed = next((known for known in earlier if known is not None and known.optimizer is optimizer), None)
+        if distributed is None:
+            distributed = DistributedOptimizer(optimizer, model)
+        else:
+            distributed.connect(model)
+            self._optimizers = [refs for refs in self._optimizers if refs[0]() is not distributed]
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
         model.engine.announce(log)
         return distributed

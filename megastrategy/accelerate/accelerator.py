@@ -42,6 +42,7 @@ from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     Collectives,
     DistributedDataParallel,
+    DistributedOptimizer,
     adapt_scaler,
     announce_tokens,
     dtensors_of,
@@ -208,6 +209,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer._is_accelerate_prepared = True  # which only prepare() sets
+            if isinstance(optimizer.optimizer, DistributedOptimizer):  # its model may be gone, after an error
+                models = PREPARED.owners(optimizer, "prepare")
+                if len(models) == 1:
+                    PREPARED.shard(optimizer.optimizer.optimizer, models[0], _log.info)
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
         models = PREPARED.owners(optimizer, "prepare")

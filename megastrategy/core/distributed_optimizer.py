@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .buffers import ReducedGrad
 from .checkpoint import (
     Directory,
     OpenDirectory,
@@ -112,7 +113,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
                 "first"
             )
-        engine, optimizer = model.engine, _of_closed(optimizer)
+        self._connect(_of_closed(optimizer), model)
+
+    def connect(self, model: DistributedDataParallel) -> None:
+        """Shards the user's optimizer over another wrapper of its parameters, after the first was closed or collected.
+
+        The state stays: all ranks gather it. Objects that refer to this one, such as schedulers, go on with it.
+        Collective.
+
+        Raises:
+            ValueError: if the first wrapper is in use.
+        """
+        self._connect(self.optimizer, model)
+
+    def _connect(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+        engine = model.engine
         take_back(optimizer)
         findings = check_optimizer(optimizer, engine)
         self._impl = impl = ShardedOptimizer(optimizer, engine, findings)
@@ -207,6 +222,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 after the optimizer was wrapped. Nothing is changed then.
         """
         if (plain := self._given_back()) is not None:
+            for grad in (param.grad for group in plain.param_groups for param in group["params"]):
+                if isinstance(grad, ReducedGrad):  # weights may change before a step meets it: AdamW's decay
+                    raise grad.error("step() of an optimizer whose model was closed, or wrapped again since,")
             return plain.step(*args, **kwargs)
         impl, arguments = self._impl, StepArguments(args, kwargs)
         has_shards = impl.shard_set.has_shards

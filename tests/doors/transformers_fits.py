@@ -127,6 +127,7 @@ def make_trainer(
     samples: int = NUM_SAMPLES,
     inf_on: tuple[int, int] | None = None,
     memory: int | None = None,
+    ends_in: str = "forward",
     callbacks: tuple[Any, ...] = (),
     **arguments: Any,
 ) -> Any:
@@ -138,6 +139,7 @@ def make_trainer(
         samples: to train on.
         inf_on: (rank, step) with an infinite loss.
         memory: of samples a batch, that is; with more of them training runs out of it.
+        ends_in: where it does: "forward", "begin" (of a training step), "backward" or "second step".
         callbacks: more than the one that keeps what it saw.
         arguments: of TrainingArguments. ``fp16``, which accelerate leaves alone on a CPU, gets its scaler and autocast.
     """
@@ -165,10 +167,21 @@ def make_trainer(
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-            if memory is not None and len(inputs["input_ids"]) > memory:
-                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            self._end_in("forward", inputs)
             here = (self.args.process_index, self.state.global_step) == inf_on and self.model.training
             return loss * float("inf") if here else loss
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._end_in("begin", inputs)
+            if self.state.global_step == 1:
+                self._end_in("second step", inputs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            self._end_in("backward", inputs)
+            return loss
+
+        def _end_in(self, where: str, inputs: Any) -> None:
+            if where == ends_in and memory is not None and len(inputs["input_ids"]) > memory:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     options: dict[str, Any] = {
         "num_train_epochs": 2,

@@ -75,6 +75,17 @@ def test_a_fit_ends_in_the_bits_of_torch_ddp(worlds: Worlds, options: dict[str, 
         assert_sharded(ours, theirs, mode)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ends_in", ["begin", "backward", "second step"])
+def test_auto_find_batch_size_trains_as_torch_ddp(worlds: Worlds, ends_in: str, tmp_path: Path) -> None:
+    options = {**FITS["less a batch until it fits"], "ends_in": ends_in, "lr_scheduler_type": "cosine"}
+    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
+    for mode in MODES.values():
+        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path, **options)
+        assert_same_fit(ours, theirs)
+        assert_sharded(ours, theirs, mode)
+
+
 @pytest.mark.long
 def test_torch_compile(worlds: Worlds, tmp_path: Path) -> None:
     options: dict[str, Any] = {
