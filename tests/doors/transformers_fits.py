@@ -120,6 +120,11 @@ def accelerators_of(name: str, mode: dict[str, Any]) -> Iterator[None]:
         os.environ.update(environment)
 
 
+def _run_out(memory: int | None, ends_in: str, where: str, inputs: Any) -> None:
+    if where == ends_in and memory is not None and len(inputs["input_ids"]) > memory:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
 def make_trainer(
     folder: Path,
     *,
@@ -167,22 +172,17 @@ def make_trainer(
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-            self._end_in("forward", inputs)
+            run_out("forward", inputs)
             here = (self.args.process_index, self.state.global_step) == inf_on and self.model.training
             return loss * float("inf") if here else loss
 
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._end_in("begin", inputs)
-            if self.state.global_step == 1:
-                self._end_in("second step", inputs)
+            run_out(("begin", "second step")[min(self.state.global_step, 1)], inputs)
             loss = super().training_step(model, inputs, *args, **kwargs)
-            self._end_in("backward", inputs)
+            run_out("backward", inputs)
             return loss
 
-        def _end_in(self, where: str, inputs: Any) -> None:
-            if where == ends_in and memory is not None and len(inputs["input_ids"]) > memory:
-                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
+    run_out = functools.partial(_run_out, memory, ends_in)
     options: dict[str, Any] = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 2,
