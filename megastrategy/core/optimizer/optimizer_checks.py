@@ -23,8 +23,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Finding
     """Returns the findings of trial steps; None if the optimizer is not to be sharded.
 
     Raises:
-        OptimizerNotShardableError: if it cannot step shards, parts or main params.
+        OptimizerNotShardableError: if it cannot step shards, parts, main params or dense gradients.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerNotShardableError(
+            "SparseAdam steps sparse gradients only, and here gradients are dense, sharded or not: sparse ones are "
+            "summed in a dense buffer. Use torch.optim.Adam or AdamW for these parameters, which step nn.Embedding "
+            "with sparse=True or False here, rows without a gradient too; or keep SparseAdam under torch DDP"
+        )
     check_main_params(optimizer, engine)
     # Any optimizer can step full parameters; the parts of tensor-parallel parameters are not full ones.
     if engine.layout.num_shards == 1 and not engine.model_parallel.collectives:
