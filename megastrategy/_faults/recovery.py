@@ -9,6 +9,7 @@ ended, the next fit can begin. If not, all ranks raise, and none hangs.
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -63,26 +64,48 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
 def describe(exception: BaseException) -> str:
     """Returns class and message, the root cause first where the exception has one, in at most 1,000 characters.
 
-    The cause of a data loader's worker is the last line of a traceback in the message.
+    Of a data loader's worker all errors are in the message, as tracebacks.
     """
     root = exception
+    seen = {id(root)}
     while cause := (root.exceptions[0] if isinstance(root, BaseExceptionGroup) else root.__cause__):
+        if id(cause) in seen:
+            break
         root = cause
+        seen.add(id(root))
     text = _line_of(root)
-    return text if root is exception else f"{text}, which led to {_line_of(exception)}"
+    if root is not exception:
+        return f"{text}, which led to {_line_of(exception)}"
+    if (context := root.__context__) is not None and not root.__suppress_context__:
+        # Named second: an error in a fallback may have little to do with the one that it replaces.
+        return f"{text}, raised while handling {_line_of(context)}"
+    return text
 
 
 def _line_of(exception: BaseException) -> str:
-    """Returns class and message in at most 400 characters; of a longer message, or of one with a traceback, the last
-    line and then the beginning."""
-    name, message = type(exception).__name__, str(exception).strip()
+    """Returns class and message in at most 400 characters, with the end of a longer message first."""
+    name = type(exception).__name__
+    try:
+        message = str(exception).strip()
+    except Exception as error:  # noqa: BLE001 - user code, whatever it raises
+        message = f"(its __str__ raises {type(error).__name__})"
     lines = message.splitlines()
     if len(lines) > 1 and (_TRACEBACK in message or len(message) > _MAX_CAUSE_CHARS):
-        last = lines[-1].strip().removeprefix(f"{name}: ")[:_MAX_CAUSE_CHARS]
+        last = (_errors_in_tracebacks(message) or lines[-1].strip()).removeprefix(f"{name}: ")[:_MAX_CAUSE_CHARS]
         rest = _MAX_CAUSE_CHARS - len(last)
         message = f"{last} ({lines[0][:rest]})" if rest > 0 else last
     message = message[:_MAX_CAUSE_CHARS]
     return f"{name}: {message}" if message else name
+
+
+def _errors_in_tracebacks(message: str) -> str:
+    """Returns the errors that end the tracebacks in a message, the root cause first."""
+    errors = []
+    for traceback in message.split(_TRACEBACK)[1:]:
+        after_frames = re.search(r"^\S.*", traceback.partition("\n")[2], re.MULTILINE | re.DOTALL)
+        if after_frames is not None:
+            errors.append(re.split(r"\n\n(?:The above exception|During handling)", after_frames[0])[0].strip())
+    return ", which led to ".join(errors)
 
 
 def report_stop(name: str) -> None:

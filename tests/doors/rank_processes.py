@@ -21,7 +21,7 @@ import torch
 
 from ..support import chosen_collectives
 from ..support.lazy_collectives import violations
-from ..support.patience import HANG_S
+from ..support.patience import HANG_S, REPORT_S
 from ..support.ports import free_port
 
 SIZE = 2
@@ -146,7 +146,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, choice: chos
         except (EOFError, OSError):
             return
         start = time.monotonic()
-        faulthandler.dump_traceback_later(timeout_s - 1.0, file=2)  # type: ignore[arg-type]
+        faulthandler.dump_traceback_later(min(REPORT_S, timeout_s - 1.0), file=2)  # type: ignore[arg-type]
         try:
             outcome = job(*arguments, **options)
             assert not violations, "raised, and caught on its way"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import megastrategy  # noqa: F401 - preloaded in the fork server
 
 from .known_findings import share_findings
-from .patience import HANG_S
+from .patience import HANG_S, REPORT_S
 
 AFTER_A_FAILURE_S = 30.0
 """Seconds that the other ranks get after a failure: they may wait for the failed one, and shall tell its reason."""
@@ -80,7 +80,7 @@ def _serve(
 ) -> None:
     torch.set_num_threads(1)
     share_findings(pytest.MonkeyPatch())
-    faulthandler.dump_traceback_later(timeout_s - 5.0, file=2)  # type: ignore[arg-type]
+    faulthandler.dump_traceback_later(min(REPORT_S, timeout_s - 5.0), file=2)  # type: ignore[arg-type]
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
