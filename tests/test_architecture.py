@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "tools": {
         "core",
         "_checkpoints.files",
+        "_checkpoints.foreign",
         "_checkpoints.not_tensors",
         "_checkpoints.paths",
         "accelerate.launch_config",

@@ -35,6 +35,7 @@ from ..core import (
 )
 from .directory_writer import save_directory
 from .files import load_file, local_path, unmapped_copy
+from .foreign import describe_deepspeed
 from .not_tensors import NOT_TENSORS
 from .paths import remove_path, removed_name
 
@@ -189,7 +190,8 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
     """
     incomplete = f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
     if not is_directory_checkpoint(path):
-        raise CheckpointError(incomplete)
+        deepspeed = describe_deepspeed(path) if isinstance(path, Path) else ""
+        raise CheckpointError(f"{path} {deepspeed}" if deepspeed else incomplete)
     try:
         if isinstance(path, RemoteDirectory):
             extra = read_remote_extra(path, weights_only)

@@ -121,6 +121,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         kind = str(self.distributed_type.value)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
+        self._warn_of_single_processes()
         self._replicas = AcceleratorReplicas(self)
         self.expert_mesh = expert_mesh_of(self, self.megatron_ddp_plugin.expert_parallel_size)
         self._unsharded_optimizers = UnshardedOptimizers(self._warn)
@@ -294,6 +295,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _warn(self, text: str) -> None:
         if self.is_main_process:
             warnings.warn(text, stacklevel=2)
+
+    def _warn_of_single_processes(self) -> None:
+        """Warns, on rank 0 of the launcher, where each of its processes would train by itself."""
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        is_launched = world_size.isdecimal() and int(world_size) > 1 and os.environ.get("RANK", "0") == "0"
+        if is_launched and self.num_processes == 1:
+            self._warn(
+                f"WORLD_SIZE is {world_size}, but this Accelerator is of one process: without as many GPUs accelerate "
+                "connects no processes, and each trains and saves by itself. On CPUs start them with megastrategy "
+                "launch and use_cpu: true in its file, or set ACCELERATE_USE_CPU=true"
+            )
 
     def _adapt_scaler(self) -> None:
         """Makes fp16's scaler see sharded gradients, so that all ranks skip the same steps."""

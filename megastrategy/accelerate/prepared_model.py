@@ -52,11 +52,12 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         return self.module.config if hasattr(self.module, "config") else self.ddp_config
 
     def no_sync(self) -> Any:
-        """Suspends synchronisation as the engine's does. ``LocalSGD`` is refused: parameters would not part."""
+        """Suspends synchronisation as the engine's does. ``LocalSGD`` is refused: each step reduces gradients."""
         if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
             raise NotImplementedError(
-                "LocalSGD lets the parameters of the ranks part between synchronisations, and a sharded optimizer "
-                "keeps them equal: pass enabled=False, or use accelerate's own Accelerator"
+                "LocalSGD steps each rank's own gradients between synchronisations, and this engine's optimizers, "
+                "sharded or not, step gradients that are reduced over the ranks: pass enabled=False, or use "
+                "accelerate's own Accelerator"
             )
         return super().no_sync()
 

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from .._checkpoints.foreign import describe_deepspeed
 from ..core import CheckpointError
 
 _KINDS = {
@@ -41,13 +42,9 @@ def describe_folder(path: Path) -> str:
     children = {child.name for child in path.iterdir()}
     if not children:
         return "is an empty folder: check the path"
-    inside = [path, *(child for child in path.iterdir() if child.is_dir())]
-    if any(any(place.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim") for place in inside):
-        script = path if (path / "zero_to_fp32.py").is_file() else path.parent
-        return (
-            f"is a checkpoint of DeepSpeed: python {script / 'zero_to_fp32.py'} {script} OUT writes its weights into a "
-            "folder OUT, which can be inspected. Its optimizer state cannot be taken over"
-        )
+    deepspeed = describe_deepspeed(path)
+    if deepspeed:
+        return deepspeed
     if "latest_checkpointed_iteration.txt" in children or any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return (
             "is a checkpoint of Megatron-LM: its own tools/checkpoint/convert.py, or Megatron Bridge, writes weights "

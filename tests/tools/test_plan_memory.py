@@ -371,16 +371,36 @@ def test_scripts_whose_ranks_share_a_model_are_told_so(text: str, tmp_path: Path
         ("raise ValueError('first\\nsecond')", r"exit code 1: ValueError: first$"),
         ("input()", r"EOFError: .*say it by its arguments$"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was ended by SIGKILL\. This machine's memory"),
-        ("1 +", r"SyntaxError: invalid syntax"),
+        ("INIT; torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))", r"trains with torch DDP"),
+        ("INIT; torch.multiprocessing.spawn(print, nprocs=2)", r"starts its ranks itself"),
     ],
 )
 @pytest.mark.sample(1)
 def test_a_script_that_fails_is_told_in_one_line_with_what_to_do(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text(text)
+    path.write_text(text.replace("INIT", "import torch; torch.distributed.init_process_group('gloo')"))
     with pytest.raises(PlanError, match=rf"script.py on 8 rank\(s\): .*{says}") as error:
         measure_script(str(path), [], [8], is_module=False, computes=True)
     assert "\n" not in str(error.value)
+
+
+def test_syntax_errors_are_reported_before_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("open('ran', 'w')\n1 +\n")
+    for target, arguments, is_module in ((str(path), [], False), ("megastrategy.launch", [str(path)], True)):
+        with pytest.raises(PlanError, match=r"script.py, line 2: SyntaxError: invalid syntax"):
+            measure_script(target, arguments, [1, 2, 4, 8], is_module=is_module)
+
+
+@pytest.mark.fresh
+def test_refusals_end_the_plan_of_further_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run for the first number of ranks, one for the second that begins beside it, and none with values."""
+    path, log = tmp_path / "script.py", tmp_path / "runs"
+    path.write_text(f"with open({str(log)!r}, 'a') as file: file.write('x')\n")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(PlanError, match=r"wrapped no model"):
+        measure_script(str(path), [], [1, 2, 4, 8, 16, 32], is_module=False)
+    assert len(log.read_text()) <= 4
 
 
 def test_large_tensors_take_no_memory_and_are_told_apart_by_shape_alone() -> None:

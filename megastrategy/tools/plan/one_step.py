@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import importlib
 import os
 import pickle
 import sys
@@ -410,6 +411,44 @@ RANKS_SHARE_A_MODEL = (
 )
 
 
+TRAINS_WITH_DDP = (
+    "the script trains with torch DDP, and megastrategy's memory is planned: give it strategy='megatron_ddp', wrap the "
+    "model in megastrategy.DistributedDataParallel, or plan -m megastrategy.launch SCRIPT where it uses Accelerate"
+)
+STARTS_PROCESSES = (
+    "the script starts its ranks itself (torch.multiprocessing: spawn, fork, a notebook launcher), and those are not "
+    "seen: plan it with strategy='megatron_ddp', or a script that calls the training function in its own process"
+)
+WRAPPED_NOTHING = (
+    "the script wrapped no model, so it does not train with megastrategy: give it strategy='megatron_ddp', or plan "
+    "-m megastrategy.launch SCRIPT where it uses Accelerate"
+)
+PREPARED_NOTHING = (
+    "the script wrapped no model: under megastrategy.launch those are wrapped that an Accelerator, or a Trainer of "
+    "Transformers', prepares for training"
+)
+REFUSALS = (RANKS_SHARE_A_MODEL, TRAINS_WITH_DDP, STARTS_PROCESSES, WRAPPED_NOTHING, PREPARED_NOTHING)
+"""Reasons that are the same with and without values."""
+
+
+def refuse_other_ranks(refuse: Callable[[str], object]) -> None:
+    """Calls ``refuse`` with the reason when the script wraps a model in torch DDP, or starts ranks itself. For the rest
+    of the process."""
+    init = torch.nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(init)
+    def init_refused(*_: Any, **__: Any) -> None:
+        refuse(TRAINS_WITH_DDP)
+
+    def start_refused(*_: Any, **__: Any) -> None:
+        refuse(STARTS_PROCESSES)
+
+    torch.nn.parallel.DistributedDataParallel.__init__ = init_refused  # type: ignore[method-assign]
+    # The function of the same name hides the module as an attribute of its package.
+    for module in (torch.multiprocessing, importlib.import_module("torch.multiprocessing.spawn")):
+        vars(module)["start_processes"] = start_refused
+
+
 def pretend_ranks(dp_size: int) -> None:
     """Makes every process group of this process a fake one, for the rest of it."""
     # It registers the backend with torch.
@@ -449,7 +488,10 @@ def main() -> None:
         Path(file).write_bytes(pickle.dumps(result))
 
     def done() -> None:
-        write(RANKS_SHARE_A_MODEL if step.shares_models else step.measured())
+        end(RANKS_SHARE_A_MODEL if step.shares_models else step.measured())
+
+    def end(result: MeasuredStep | str) -> None:
+        write(result)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not an exception, which a script could catch: a Trainer would write a checkpoint.
@@ -457,6 +499,7 @@ def main() -> None:
 
     pretend_ranks(int(dp_size))
     step.install(done)
+    refuse_other_ranks(end)
     with live:
         run_target(command)
     if step.is_complete:
@@ -470,15 +513,7 @@ def _why_nothing(command: list[str], dp_size: int, *, has_models: bool) -> str:
     if has_models:
         more = f"more batches, of which a rank has one in {dp_size}" if dp_size > 1 else "more batches"
         return f"the script ended before its first optimizer step: let it make one (a larger max_steps, {more})"
-    if command[:2] == ["-m", "megastrategy.launch"]:
-        return (
-            "the script wrapped no model: under megastrategy.launch those are wrapped that an Accelerator, or a "
-            "Trainer of Transformers', prepares for training"
-        )
-    return (
-        "the script wrapped no model, so it does not train with megastrategy: give it strategy='megatron_ddp', or plan "
-        "-m megastrategy.launch SCRIPT where it uses Accelerate"
-    )
+    return PREPARED_NOTHING if command[:2] == ["-m", "megastrategy.launch"] else WRAPPED_NOTHING
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .one_step import RANKS_SHARE_A_MODEL, MeasuredStep
+from .one_step import RANKS_SHARE_A_MODEL, REFUSALS, MeasuredStep
 
 
 class PlanError(Exception):
@@ -31,16 +31,33 @@ def measure_script(
     Raises:
         PlanError: if a script fails, or makes no step.
     """
+    _check_syntax([argument for argument in arguments if argument.endswith(".py")][:1] if is_module else [target])
     command = [*(["-m"] if is_module else []), target, *arguments]
     # Each takes a core and, without values, hardly any memory; with values it takes what a rank takes.
     workers = 1 if computes else max(1, min(len(ranks), os.cpu_count() or 1))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda size: _measure(command, size, computes=computes), ranks))
+        measured = [pool.submit(_measure, command, size, computes=computes) for size in ranks]
+        # The first failure is the user's answer: no further number of ranks is begun.
+        concurrent.futures.wait(measured, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in measured:
+            future.cancel()
+    failed = [future for future in measured if not future.cancelled() and future.exception() is not None]
+    return [future.result() for future in failed or measured]
+
+
+def _check_syntax(scripts: Sequence[str]) -> None:
+    """Raises PlanError for a script that Python cannot read. No rank runs for it."""
+    for script in filter(os.path.isfile, scripts):
+        try:
+            compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            raise PlanError(f"{script}{line}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
 
 
 def _measure(command: Sequence[str], dp_size: int, *, computes: bool) -> MeasuredStep:
     result, why = _run(command, dp_size, "values" if computes else "shapes")
-    if result is None and not computes:
+    if result is None and not computes and why not in REFUSALS:
         result, why = _run(command, dp_size, "values")
     if result is None:
         raise PlanError(f"{command[1] if command[0] == '-m' else command[0]} on {dp_size} rank(s): {why}")

@@ -51,6 +51,19 @@ def test_accelerators_of_a_block_are_ours_and_those_after_it_theirs_twice() -> N
         accelerator.backward(model(torch.ones(1, 2)).sum())
 
 
+def test_launched_processes_that_train_apart_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate launch starts two on a machine without GPUs."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2, .* one process: .* set ACCELERATE_USE_CPU=true"):
+        Accelerator()
+    monkeypatch.setenv("RANK", "1")
+    Accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    Accelerator()
+
+
 def test_it_ends_with_an_exception_and_decorates_a_function() -> None:
     @replace_accelerators(MegatronDDPPlugin(bucket_size=9))
     def train(fails: bool) -> Any:
