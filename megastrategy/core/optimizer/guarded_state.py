@@ -81,6 +81,7 @@ def _check(key: Any, shard_set: ShardSet) -> None:
         f"the state of parameter {shard_set.layout.params[index].name!r} was looked up, and what is stepped in its "
         "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
         "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
-        "number alike may be done to optimizer.state.values(). Methods of the optimizer's class are called on that "
+        "number alike may be done to optimizer.state.values(). torch's StateDictOptions(flatten_optimizer_state_dict="
+        "True) looks it up: leave that option out. Methods of the optimizer's class are called on that "
         f"object, not as functions of the class. Or pass {shard_set.engine.all_reduce_option}"
     )
