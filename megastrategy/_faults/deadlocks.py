@@ -27,7 +27,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..core import Collectives
-from .recovery import first_stopped, store_of
+from .recovery import first_failure, first_stopped, store_of
 
 
 class _Started(NamedTuple):
@@ -183,12 +183,10 @@ class DeadlockFinder:
         return notes
 
     def _failure(self, name: str) -> str:
-        store = store_of(f"exception/{name}")
-        if not store.check(["first"]):
-            return ""
-        if self._failed is None or self._failed[0] != name:
+        failure = first_failure(name)
+        if failure and (self._failed is None or self._failed[0] != name):
             self._failed = name, time.monotonic()
-        return store.get("first").decode() if time.monotonic() - self._failed[1] > self.GRACE_S else ""
+        return failure if self._failed is not None and time.monotonic() - self._failed[1] > self.GRACE_S else ""
 
     def _deadlock(self, name: str, group: str, what: str, number: int) -> str:
         """Says which ranks wait where, if they wait for each other; see [Note: when a deadlock is certain]."""

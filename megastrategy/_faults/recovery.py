@@ -126,13 +126,39 @@ def first_failure(name: str) -> str:
 
 
 def ended_process() -> str:
-    """Returns which ranks' processes have ended without an error of their own; empty if none has, or the store is
-    gone."""
+    """Returns which ranks' processes have ended; empty if none is known to have, or the store is gone."""
     try:
-        ended = ended_ranks(range(torch.distributed.get_world_size()))
+        ended = _say_ended(range(torch.distributed.get_world_size()))
     except (RuntimeError, ValueError):  # the store is gone, or the group was destroyed
         return ""
-    return f"the process of rank(s) {ended} has ended (killed, out of memory, or its script has ended)" if ended else ""
+    return f"{ended} (killed, out of memory, or its script has ended)" if ended else ""
+
+
+def _ended_ranks(ranks: Sequence[int]) -> list[int]:
+    """Returns the ranks whose process is known to have ended."""
+    store = store_of("processes")
+    registered = [rank for rank in ranks if store.check([f"{rank}"])]
+    return [rank for rank in registered if processes.has_ended(store.get(f"{rank}").decode())]
+
+
+def _say_ended(ranks: Sequence[int]) -> str:
+    """Says which of the ranks' processes have ended; empty if none is known to have."""
+    ended = _ended_ranks(ranks)
+    return f"the process of rank(s) {ended} has ended" if ended else ""
+
+
+class _ProcessWatch:
+    """Looks at most once in :data:`PROCESS_POLL_S` whether the processes of other ranks have ended."""
+
+    def __init__(self) -> None:
+        self._next_look = time.monotonic()
+
+    def ended_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Returns the ranks whose process has ended; none between two looks."""
+        if time.monotonic() < self._next_look:
+            return []
+        self._next_look = time.monotonic() + PROCESS_POLL_S
+        return _ended_ranks(ranks)
 
 
 def first_stopped(name: str) -> str:
@@ -181,13 +207,11 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     left = store_of(f"exception/{last_exception}/left")
     others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
     deadline = time.monotonic() + patience.total_seconds()
-    next_look = time.monotonic()
+    watch = _ProcessWatch()
     # either key proves that a rank has left the interrupted run: it reported so, or it began the next set-up
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + PROCESS_POLL_S
-            if ended := ended_ranks(missing):
-                return f"the process of rank(s) {ended} has ended"
+        if watch.ended_ranks(missing):
+            return _say_ended(missing)
         if time.monotonic() > deadline:
             return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
         time.sleep(POLL_S)
@@ -199,13 +223,6 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
         if here != there:
             return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
     return ""
-
-
-def ended_ranks(ranks: Sequence[int]) -> list[int]:
-    """Returns those of the ranks whose process is known to have ended."""
-    store = store_of("processes")
-    known = [rank for rank in ranks if store.check([f"{rank}"])]
-    return [rank for rank in known if processes.has_ended(store.get(f"{rank}").decode())]
 
 
 def _has_other_ranks() -> bool:
@@ -268,26 +285,22 @@ class StoreAllGather:
         store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
         store.add(f"{key}/arrived", 1)
         others = [rank for rank in range(self._size) if rank != self._rank]
-        next_look = time.monotonic()
+        watch = _ProcessWatch()
         # ``add`` of 0 reads the count; ``get`` would block before the first write. An outcome ends the wait also for a
         # rank that came after the others had given up
         while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
-            # a rank that left without its value never comes, so there is no need to wait for it
-            left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + PROCESS_POLL_S
-                left = left or any(not store.check([f"{key}/{rank}"]) for rank in ended_ranks(others))
-            if left or time.monotonic() > deadline:
+            # a rank that left or ended without its value never comes, so there is no need to wait for it
+            gone = [rank for rank in others if store.check([f"left/{rank}"])] + watch.ended_ranks(others)
+            # read afterwards: a rank may have sent its value just before it left
+            is_in_vain = any(not store.check([f"{key}/{rank}"]) for rank in gone)
+            if is_in_vain or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
             time.sleep(POLL_S)
         # the first writer decides for all. Otherwise one rank could save with others that had given it up
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":
             # none may be missing: the last rank can come just after another has given up
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
-            if ended := ended_ranks(missing):
-                self.problem = f"the process of rank(s) {ended} has ended"
-                return [value]
             who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"
-            self.problem = f"{who} not come within {patience.total_seconds():g} s"
+            self.problem = _say_ended(missing) or f"{who} not come within {patience.total_seconds():g} s"
             return [value]
         return [pickle.loads(store.get(f"{key}/{rank}")) for rank in range(self._size)]

@@ -148,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
             return func(*args, **kwargs)
         results = tree_leaves(shapes)
         is_small = not tensors and not any(map(self._is_large, results))
-        # Meta tensors need no memory, but to_empty() makes tensors of theirs that do.
+        # Meta tensors need no memory, but to_empty() makes tensors from them that do.
         stays_on_meta = "meta" in devices and not any(_is_on_cpu(result) for result in results)
         if is_small or is_alias or stays_on_meta:
             return func(*args, **kwargs)
