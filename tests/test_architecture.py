@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from .docs.test_public_names import PUBLIC
-
 PACKAGE = Path(__file__).parents[1] / "megastrategy"
 CORE = PACKAGE / "core"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -205,45 +203,6 @@ def test_only_collectives_talk_to_torch_distributed() -> None:
                 assert not ast.unparse(node).startswith("torch.distributed."), path.stem
 
 
-def test_core_does_without_numpy() -> None:
-    """torch is installed without it, and then ``Tensor.numpy()`` raises."""
-    for path in FILES_OF_CORE:
-        calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
-        assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"], path
-
-
-def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
-    for path in FILES_OF_CORE:
-        for node in ast.walk(parsed(path)):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            for target in targets:
-                if isinstance(target, ast.Attribute) and target.attr in {"data", "grad", "grad_dtype"}:
-                    owner = ast.unparse(target.value)
-                    # shards are the optimizer's own tensors; the probe steps tensors that it made
-                    stepped = {
-                        ("unsharded_step", "shard.main"),
-                        ("sharded_optimizer", "tensor"),
-                        ("flat_run", "tensor"),
-                    }
-                    stepped |= {
-                        ("whole_params", "self.main"),
-                        ("state_storage", "self.main"),
-                        ("step_memory", "tensor"),
-                    }
-                    tried = {
-                        ("trial", "param"),
-                        ("identity", "param"),
-                        ("method_trial", "tensor"),
-                        ("optimizer_copy", "copied[id(old)]"),
-                    }
-                    own = (path.stem, owner) in stepped | tried | {("extra_params", "tensor")}
-                    # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
-                    kinds = {"contiguous_buffers", "flattened_buffers", "pooled_buffers"}
-                    own |= target.attr == "grad" and path.stem in kinds
-                    own |= target.attr == "data" and path.stem == "param_buffers"
-                    assert path.stem == "grad_buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
-
-
 def test_a_room_imports_its_own_and_what_it_may() -> None:
     """Core by its public names: no door knows its files. No door imports another, except for the launcher, which opens
     Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers. Only
@@ -275,65 +234,6 @@ def test_only_addresses_import_a_framework() -> None:
     for path in FILES:
         if room(path) not in addresses and path not in others:
             assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path
-
-
-def test_a_note_that_is_cited_is_in_the_module_that_is_named() -> None:
-    """``module's [Note: title]``, so that a reader finds it with one search."""
-    root = PACKAGE.parent
-    texts = {
-        path: re.sub(r"\s+(# )?", " ", path.read_text())
-        for folder in ("megastrategy", "benchmarks", "tests")
-        for path in (root / folder).rglob("*.py")
-    }
-    told: dict[str, str] = {}
-    for path, text in texts.items():
-        stem = path.parent.name if path.stem == "__init__" else path.stem
-        told[stem] = told.get(stem, "") + text
-    cited = [
-        (path, module.rpartition(".")[2], title)
-        for path, text in texts.items()
-        if path != Path(__file__)
-        for module, title in re.findall(r"([\w.]+)(?:'s|') \[Note: ([^\]]+)\]", text)
-    ]
-    assert len(cited) > 30
-    assert not [each for each in cited if f"[Note: {each[2]}]" not in told.get(each[1], "")]
-
-
-def test_core_has_no_mutable_module_state_and_no_environment() -> None:
-    for path in FILES_OF_CORE:
-        tree = parsed(path)
-        for node in tree.body:
-            if isinstance(node, ast.Assign | ast.AnnAssign):
-                name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-                types = {"Listener", "Box", "Span", "State", "Contents", "Keys", "Kind", "Packed"}
-                types |= {"Directory", "Prehook", "Spans", "States", "Steppable", "GiveBack", "Watchdog", "Reached"}
-                is_constant = name == "__all__" or name.lstrip("_").isupper() or name in types
-                assert is_constant, f"{path}: module variable {name}"
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path
-        assert "environ" not in path.read_text(), path
-        assert "getenv" not in path.read_text(), path
-
-
-def test_public_names() -> None:
-    import megastrategy
-
-    assert megastrategy.__all__ == PUBLIC["megastrategy"]
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        megastrategy.Nothing  # noqa: B018 - the access is the test
-    for name in megastrategy.core.__all__:
-        assert name.isupper() or getattr(megastrategy.core, name).__doc__
-
-
-def test_every_error_and_what_a_listener_needs_are_public() -> None:
-    import megastrategy.errors
-    import megastrategy.events
-    from megastrategy.core import errors
-
-    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert set(megastrategy.errors.__all__) == raised
-    assert megastrategy.errors.__all__ == sorted(raised)
-    assert all(getattr(megastrategy.errors, name) is getattr(errors, name) for name in raised)
-    assert megastrategy.events.__all__ == PUBLIC["megastrategy.events"]
 
 
 @pytest.mark.fresh

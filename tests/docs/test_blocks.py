@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from ..support.patience import HANG_S
 from ..support.scripts import run_script
-from . import PAGES, ROOT
+from . import ROOT
 
 
 def blocks(page: Path) -> list[str]:
@@ -128,65 +127,3 @@ def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int,
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout
     assert printed == text or ("pl.Trainer" in block and printed.endswith("\n" + text))
-
-
-def test_no_block_is_left_out() -> None:
-    """The other blocks are parts of the reader's code. tests/doors/accelerate/test_accelerate_alone.py has the first
-    of checkpoints in a script; the second writes what tests/tools/test_conversion.py reads;
-    tests/replicas/test_command.py starts replicas;
-    tests/tools/test_plan_partitions.py plans."""
-    by_page = {page.name: blocks(page) for page in PAGES if blocks(page)}
-    assert {name: len(found) for name, found in by_page.items()} == {
-        "lightning.md": 1,
-        "plain_loop.md": 1,
-        "tensor_parallel.md": 1,
-        "experts.md": 5,
-        "pipelines.md": 1,
-        "replicas.md": 4,
-        "gradients.md": 3,
-        "failures.md": 2,
-        "options.md": 1,
-        "one_gradient.md": 1,
-        "less_memory.md": 1,
-        "fabric.md": 1,
-        "accelerate.md": 2,
-        "data.md": 2,
-        "checkpoints.md": 2,
-        "planning.md": 1,
-        "tutorial.md": 1,
-    }
-    design = ("design/one_gradient.md", "design/less_memory.md")
-    for page in (
-        "gradients.md",
-        "failures.md",
-        "reference/options.md",
-        *design,
-        "fabric.md",
-        "accelerate.md",
-        "data.md",
-    ):
-        path = ROOT / "docs" / page
-        assert len(blocks_that_print(path)) == len(by_page[path.name]), page
-    assert len(blocks_that_print(ROOT / "docs" / "experts.md")) == 3, "beside one that is started, and a shared file"
-    for block in (*by_page["checkpoints.md"], *by_page["planning.md"]):
-        ast.parse(block)
-
-
-def test_the_front_page_is_short() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120
-    assert max(map(len, lines)) <= 100
-
-
-def test_the_front_page_answers_in_the_order_of_a_readers_questions() -> None:
-    """Purpose, change, figures, what is proven and what is not, the two commands."""
-    text = (ROOT / "README.md").read_text()
-    answers = [
-        "Megatron-LM's data parallelism",
-        "+trainer = Trainer",
-        "| torch DDP |",
-        "**Proven.**",
-        "**Not proven.**",
-    ]
-    places = [text.index(answer) for answer in (*answers, "make demo    #", "make test    #")]
-    assert places == sorted(places)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
-from types import FunctionType
 
 import pytest
 
@@ -73,20 +71,6 @@ def test_an_address_has_the_names_that_it_promises(module: str) -> None:
     assert list(found.__all__) == PUBLIC[module]
     for name in PUBLIC[module]:
         assert getattr(found, name) is not None, name
-
-
-def test_an_attribute_is_described_once() -> None:
-    """In the list of its class or in a docstring of its own: the reference refuses both."""
-    for module, names in PUBLIC.items():
-        if module == "megastrategy.ray":  # may not be installed
-            continue
-        for found in (getattr(importlib.import_module(module), name) for name in names):
-            if not isinstance(found, type):
-                continue
-            _, _, after = (inspect.getdoc(found) or "").partition("Attributes:\n")
-            listed = re.findall(r"^    ([\w, ]+): ", after.partition("\n\n")[0], re.MULTILINE)
-            own = [vars(found).get(name) for names in listed for name in names.split(", ")]
-            assert not [each for each in own if isinstance(each, property | FunctionType)], found
 
 
 def test_every_module_that_is_not_private_is_an_address_or_a_command() -> None:

@@ -18,7 +18,6 @@ from ..support.scripts import Done, run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 TINY = ("--steps", "20", "--batch-size", "4", "--context", "32", "--width", "32", "--depth", "1", "--devices", "2")
-NEEDED = 2 * (32 + 1)  # bytes that --context 32 needs
 
 
 def run_example(*arguments: str | Path, cwd: Path, ranks: int = 2) -> Done:
@@ -77,18 +76,6 @@ def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(trained: tuple
     assert progress == [str(step) for step in range(2, 21, 2)], "a line for each tenth, from one rank only"
 
 
-def test_the_summary_ends_with_the_memory_the_picture_and_the_line_to_change(trained: tuple[Done, Path]) -> None:
-    printed = trained[0].stdout
-    summary = printed[printed.index("megatron_ddp, 2 rank(s), 20 steps") :]
-    table = re.findall(r"^  (bytes a rank|megatron_ddp|ddp) +(\S.*)$", summary, re.MULTILINE)
-    assert [name for name, _ in table] == ["bytes a rank", "megatron_ddp", "ddp"]
-    assert f"loss curve: {Path('runs/gpt/loss.png')}\n" in summary
-    assert summary.endswith(
-        '  -trainer = Trainer(strategy="ddp", ...)\n  +trainer = Trainer(strategy="megatron_ddp", ...)\n'
-    )
-    assert max(map(len, summary[: summary.index("sample:")].splitlines())) <= 80
-
-
 def test_compare_trains_the_same_model_under_ddp_on_the_users_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(64)) * 64)
@@ -100,56 +87,3 @@ def test_compare_trains_the_same_model_under_ddp_on_the_users_text(tmp_path: Pat
     largest = max(abs(a - b) for a, b in zip(ours, ddps, strict=True))
     assert f"{largest:.1e} in the first 20 steps" in done.stdout
     assert (tmp_path / "out" / "loss.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("missing.txt", None, "No such file or directory"),
-        ("empty.txt", b"", "is empty"),
-        ("short.txt", b"x" * (NEEDED - 1), f"has only {NEEDED - 1} bytes"),
-        ("directory", "directory", "is a directory"),
-    ],
-)
-def test_a_bad_text_is_one_line_on_stderr(
-    name: str, content: bytes | str | None, complaint: str, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        path.mkdir()
-    done = run_example(*TINY, "--data", path, "--out", tmp_path / "out", cwd=tmp_path, ranks=1)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        f"train_gpt.py: error: --data {path}: {complaint}; expected a text of at least {NEEDED} bytes"
-    )
-    assert done.stdout == ""
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_shortest_text_that_is_accepted_trains(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"x" * NEEDED)
-    done = run_example(*TINY, "--steps", "1", "--data", text, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "validation loss" in done.stdout
-    assert re.search(r"throughput       [\d,]+ tokens/s", done.stdout), "of one step, too"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--steps", "0"), "expected at least 1, got 0"),
-        (("--width", "40"), "--width 40: expected a multiple of 32"),
-        (("--out", SCRIPT), f"--out {SCRIPT}: File exists"),
-    ],
-)
-def test_other_bad_arguments_are_refused_before_training(
-    arguments: tuple[str | Path, ...], complaint: str, tmp_path: Path
-) -> None:
-    done = run_example(*TINY, *arguments, cwd=tmp_path, ranks=1)
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr

@@ -11,11 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megastrategy.accelerate.launch_config import plugin_from_launch
-from megastrategy.accelerate.plugin import MegatronDDPPlugin
-
 from ..support.comparison import assert_equal
-from .launched import EXAMPLES, OURS, run_example
+from .launched import OURS, run_example
 
 SCRIPT = "transformers_trainer.py"
 OF_A_CLOCK = ("runtime", "samples_per_second", "steps_per_second")
@@ -60,7 +57,3 @@ def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     assert steps == [40, 80, 120]
     assert not (tmp_path / "resumed" / "checkpoint-80").exists(), "trained was only the epoch that was left"
     assert told_right(resumed) > 50
-
-
-def test_the_files_beside_the_examples() -> None:
-    assert plugin_from_launch(EXAMPLES / "megatron_ddp.yaml", {}) == MegatronDDPPlugin(bucket_size=10_000)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from megastrategy.tools.bottlenecks import RankTimes, lateness, verdict_of
+from megastrategy.tools.bottlenecks import RankTimes, verdict_of
 
 MS = 1_000_000
 
@@ -63,22 +61,3 @@ def test_clocks_that_differ_make_no_straggler() -> None:
     assert (verdict.lateness.rank, verdict.lateness.num_last) == (3, 41)
     assert verdict.lateness.late_ms == pytest.approx(18.0)
     assert verdict_of(launched({}, clock_ms=(0, 0, 500, -70))).kind == "link-bound"
-
-
-def test_a_late_rank_that_loads_is_told_so() -> None:
-    ranks = launched({1: 30.0})
-    ranks[1] = RankTimes(1, 100.0, 33.0, 0.0, 0.0, ranks[1].launches)
-    verdict = verdict_of(ranks)
-    assert verdict.kind == "straggler"
-    assert verdict.sentence.endswith("it waits for the next batch for 33.0 ms a step, the others for 0.0")
-
-
-def test_ranks_that_are_late_in_turns_or_hardly_are_no_stragglers() -> None:
-    draw = random.Random(1)
-    in_turns = [{number: (draw.randrange(40 * MS), None) for number in range(50)} for _ in range(2)]
-    ranks = [RankTimes(rank, 100.0, 0.0, 30.0, 0.0, launches) for rank, launches in enumerate(in_turns)]
-    assert verdict_of(ranks).kind == "link-bound"
-    assert verdict_of(launched({3: 4.0})).kind == "link-bound", "by less than a twentieth of a step"
-    few = [RankTimes(rank, 100.0, 0.0, 0.0, 0.0, dict.fromkeys(range(5), (rank * 50 * MS, None))) for rank in range(2)]
-    assert lateness(few) is None
-    assert lateness(few[:1]) is None

@@ -92,14 +92,6 @@ def test_main_params_come_along_both_ways(bf16: dict[str, Saved], tmp_path: Path
     assert_same_directories(tmp_path / "sharded.ckpt", bf16["sharded"].path)
 
 
-def test_there_and_back_is_the_same(directory: Saved, file: Saved, tmp_path: Path) -> None:
-    consolidate(directory.path, tmp_path / "whole.ckpt")
-    convert(read_file(tmp_path / "whole.ckpt"), names_from(directory.path), tmp_path / "again.ckpt")
-    assert_same_directories(tmp_path / "again.ckpt", directory.path)
-    consolidate(tmp_path / "again.ckpt", tmp_path / "whole_again.ckpt")
-    assert_same_value(load(tmp_path / "whole_again.ckpt"), load(file.path), "checkpoint")
-
-
 def test_runs_resume_from_either_as_if_nothing_had_been(
     ranks: Ranks, directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path
 ) -> None:

@@ -60,10 +60,3 @@ def test_everything_after_two_dashes_is_the_scripts(folder: Path) -> None:
     assert result.exit_code == 1, "the script takes no step"
     assert "note" not in result.stderr
     assert json.loads((folder / "arguments.json").read_text()) == ["--json"]
-
-
-def test_layers_have_no_arguments_so_options_may_follow() -> None:
-    before = plan("--cards", "3090:2", "--batch", "planned_layers:batch", "--json", "planned_layers:layers")
-    after = plan("planned_layers:layers", "--cards", "3090:2", "--batch", "planned_layers:batch", "--json")
-    assert before.exit_code == after.exit_code == 0, after.output
-    assert after.stdout == before.stdout

@@ -8,7 +8,6 @@ import pickle
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch.distributed import HashStore, ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.fake import FakeCollectives
-from megastrategy.core.shards import state_storage
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan.live_bytes import LiveBytes
 from megastrategy.tools.plan.memory import rank_memory
@@ -115,16 +113,6 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
     assert memory.grad_bytes == grads
 
 
-def test_what_is_stepped_in_pieces_is_planned_so() -> None:
-    """Not in one call with all of the rank's elements on the device, as for a step with a hook."""
-    config = DistributedDataParallelConfig(bucket_size=5000, offload_optimizer_states=True)
-    with mock.patch.multiple(state_storage, _AT_ONCE_NUMEL=256, CACHE_BLOCK_NUMEL=256):
-        step = planned(2, config, torch.bfloat16)
-    numel = sum(spec.numel for spec in step.models[0].layout.params) // 2
-    assert numel > 2000
-    assert step.step_peak_bytes < 4 * numel
-
-
 def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
     """The peaks of two steps on two real ranks, by the allocator."""
     real = run_script(SCRIPT, *arguments, "--count", cwd=cwd)
@@ -208,38 +196,6 @@ def test_a_script_of_accelerates_needs_no_word_of_the_cpu(tmp_path: Path) -> Non
     step = pickle.loads(file.read_bytes())
     assert isinstance(step, MeasuredStep), step
     assert step.models[0].layout.dp_size == 8
-
-
-def test_a_script_may_ask_for_ranks_that_do_not_exist_by_itself(tmp_path: Path) -> None:
-    """Instances and a second way between the ranks are groups of their own, made from a fake one; none is waited for,
-    and ending the model ends them."""
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import torch, torch.distributed as dist, megastrategy as m\n"
-        "from torch.testing._internal.distributed import fake_pg\n"
-        "dist.init_process_group('fake', store=dist.HashStore(), rank=0, world_size=512)\n"
-        "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))\n"
-        "options = {'num_distributed_optimizer_instances': 64, 'overlap_param_gather': True}\n"
-        "config = m.DistributedDataParallelConfig(**options)\n"
-        "model = m.DistributedDataParallel(net, config)\n"
-        "optimizer = m.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)\n"
-        "for _ in range(2):\n"
-        "    model(torch.randn(4, 8)).sum().backward()\n"
-        "    optimizer.clip_grad_norm_(1.0)\n"
-        "    optimizer.step()\n"
-        "    optimizer.zero_grad()\n"
-        "model.finish_param_gather()\n"
-        "assert model.layout.num_shards == 8 and all(p.isfinite().all() for p in net.parameters())\n"
-        "known = len(dist.distributed_c10d._world.pg_group_ranks)\n"
-        "del optimizer  # whose state needs the groups\n"
-        "__import__('gc').collect()\n"
-        "model.close()\n"
-        "print(known, len(dist.distributed_c10d._world.pg_group_ranks))\n"
-    )
-    done = run_script(path, cwd=tmp_path, ranks=1)
-    assert done.returncode == 0, done.stderr
-    # the default group, the engine's own, an instance and the second way; the first is the script's
-    assert done.stdout.split() == ["4", "1"]
 
 
 UNREACHED = """
@@ -390,41 +346,6 @@ def test_syntax_errors_are_reported_before_a_run(tmp_path: Path) -> None:
     for target, arguments, is_module in ((str(path), [], False), ("megastrategy.launch", [str(path)], True)):
         with pytest.raises(PlanError, match=r"script.py, line 2: SyntaxError: invalid syntax"):
             measure_script(target, arguments, [1, 2, 4, 8], is_module=is_module)
-
-
-@pytest.mark.fresh
-def test_refusals_end_the_plan_of_further_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run for the first number of ranks, one for the second that begins beside it, and none with values."""
-    path, log = tmp_path / "script.py", tmp_path / "runs"
-    path.write_text(f"with open({str(log)!r}, 'a') as file: file.write('x')\n")
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    with pytest.raises(PlanError, match=r"wrapped no model"):
-        measure_script(str(path), [], [1, 2, 4, 8, 16, 32], is_module=False)
-    assert len(log.read_text()) <= 4
-
-
-def test_large_tensors_take_no_memory_and_are_told_apart_by_shape_alone() -> None:
-    live = LiveBytes(computes=False)
-    with live:
-        layer = nn.Linear(2**16, 2**16)  # 16 GiB, and nothing is written
-        x = torch.ones(4, 2**16)
-        live.start()
-        y = layer(x)
-        loss = y.square().sum()
-        loss.backward()
-        with torch.no_grad():
-            before = layer.weight
-            assert layer.weight.add_(1.0) is before, "what is written in place is what was passed"
-    assert y.shape == (4, 2**16)
-    assert loss.item() == 0.0
-    grad = layer.weight.grad
-    assert grad is not None
-    assert grad.shape == layer.weight.shape
-    # y is still there, and its square's derivative was beside it and the weight's gradient.
-    assert live.live_bytes >= grad.nbytes + y.nbytes
-    assert live.peak_bytes() < grad.nbytes + 4 * y.nbytes + 2**20
-    live.keep([grad])
-    assert live.peak_bytes() < 5 * y.nbytes
 
 
 LARGE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megastrategy.tools.summary import SummaryError, compare, rank_times, read_summary, summary, verdicts
+from megastrategy.tools.summary import SummaryError, compare, rank_times, read_summary, summary
 from megastrategy.tools.timeline import ModelEvents, RankEvents
 
 from .timeline_events import FORWARD, MS, WAIT, in_order, one_step, span
@@ -36,17 +36,6 @@ def test_an_evaluation_counts_nowhere() -> None:
     assert of_rank["step_ms"] == pytest.approx(100.0)
     assert "evaluation" not in of_rank["gaps_ms"]
     assert len(of_rank["buckets"]) == 4
-
-
-def test_the_verdict_of_a_record_is_that_of_its_ranks() -> None:
-    """Rank 1 launches each bucket 12 ms after rank 0; the reported difference of its clock is taken off."""
-    both = [recorded(), recorded(1, 12.0)]
-    [verdict] = verdicts(both)
-    assert verdict.kind == "input-bound", "both ends differ by as much as the launches: two clocks"
-    content = summary(both, "train.py")["models"][0]
-    assert content["verdict"] == "input-bound"
-    assert content["sentence"] == verdict.sentence
-    assert verdicts([RankEvents(0, [ModelEvents([])])]) == []
 
 
 def test_two_summaries_are_compared_part_by_part(tmp_path: Path) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from megastrategy.core import Event, EventKind
+from megastrategy.core import Event
 from megastrategy.tools.gaps import Gap, gap_times, gaps_of
-from megastrategy.tools.pictures import chrome_trace
-from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, average, bucket_times, spans_of, steps_of
+from megastrategy.tools.timeline import Lane, ModelEvents, average, bucket_times, spans_of, steps_of
 
 from .timeline_events import (
     BACKWARD,
     FORWARD,
     GATHER,
     MS,
-    REDUCE,
     STEP,
     WAIT,
     at,
@@ -40,23 +36,6 @@ def test_each_lane_has_its_spans_and_collectives_are_shown_when_they_ran() -> No
         ("gather bucket 1", 85, 92),
         ("gather bucket 0", 92, 99),
     ]
-
-
-def test_what_an_exception_cut_off_is_left_out_and_the_next_is_whole() -> None:
-    failed = [at(0, "forward_start", 1), at(5, "forward_start", 1), at(8, "backward_start"), at(9, "reduce_start", 0)]
-    again = [*span(FORWARD, 10, 20, 1), *span(BACKWARD, 20, 30), *collective(REDUCE, 0, 25, (26, 27), 29)]
-    assert in_ms(spans_of(in_order(failed, again))) == [
-        ("forward", 10, 20),
-        ("reduce bucket 0", 26, 27),
-        ("backward", 20, 30),
-    ]
-
-
-def test_a_bucket_that_is_reduced_twice_in_a_backward_has_two_spans() -> None:
-    """Late gradients: [Note: gradients that come twice] in core/sync/reducer.py."""
-    events = in_order(collective(REDUCE, 0, 0, (0, 4), 10), collective(REDUCE, 0, 11, (11, 13), 14))
-    assert in_ms(spans_of(events)) == [("reduce bucket 0", 0, 4), ("reduce bucket 0", 11, 13)]
-    assert [(times.count, times.ran_ms) for times in bucket_times(ModelEvents(events))] == [(2, 3.0)]
 
 
 # --- steps and exposed communication ---------------------------------------------------------------------------------
@@ -87,27 +66,6 @@ def test_parameters_that_the_next_forward_waits_for_count_in_the_step_of_that_fo
     shifted = [Event(e.kind, e.index, e.time_ns + 50 * MS) for e in lazy]  # its gather starts in this step
     first, second = steps_of(sorted([*lazy, *shifted], key=lambda event: event.time_ns))
     assert (first.step_ms, first.exposed_parameters_ns, second.exposed_parameters_ns) == (40.0, 7 * MS, 7 * MS)
-
-
-def test_manual_optimization_runs_all_of_a_step_inside_a_forward() -> None:
-    inside = [*span(BACKWARD, 10, 30), *span(WAIT, 25, 29, 0), *span(STEP, 31, 40), *span(WAIT, 41, 45, 1)]
-    events = in_order(span(FORWARD, 0, 50, 1), inside)
-    [step] = steps_of([*events, *in_order(span(FORWARD, 60, 70, 1))])
-    assert (step.step_ms, step.exposed_ms) == (50.0, 8.0)
-    second = [*span(BACKWARD, 50, 60), *span(WAIT, 55, 59, 0), *span(STEP, 61, 70)]
-    steps = steps_of(in_order(span(FORWARD, 0, 80, 1), inside, second))
-    assert [(step.step_ms, step.exposed_ms) for step in steps] == [(45.0, 8.0), (30.0, 4.0)], "one for each optimizer"
-
-
-@pytest.mark.parametrize("length", range(len(one_step())))
-def test_an_interrupted_run_has_the_steps_that_were_whole(length: int) -> None:
-    """Whatever the event that came last; after the optimizer's step only the wait for parameters is missing."""
-    cut = one_step(after=200)[:length]
-    steps = steps_of([*one_step(), *cut])
-    assert steps[0] == steps_of(one_step())[0]
-    has_stepped = any(event.kind is EventKind.STEP_END for event in cut)
-    assert len(steps) == 1 + has_stepped
-    json.dumps(chrome_trace([RankEvents(0, [ModelEvents([*one_step(), *cut])])]))
 
 
 def test_a_plain_optimizer_tells_nothing_so_its_steps_end_with_a_synchronised_backward() -> None:

@@ -8,10 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from matplotlib import image
 
-from megastrategy.core import Event, EventKind
-from megastrategy.tools.pictures import chrome_trace, plot
+from megastrategy.tools.pictures import chrome_trace
 from megastrategy.tools.profile_report import write_files
 from megastrategy.tools.timeline import ModelEvents, RankEvents
 
@@ -46,29 +44,6 @@ def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
 def test_a_record_reads_as_it_was_written() -> None:
     record = RankEvents(3, [ModelEvents(one_step(), [4096, 8192], [1024, 2048], 5)], 17, ((3, 9), (20, 21)))
     assert RankEvents.from_json(json.loads(json.dumps(record.to_json()))) == record
-
-
-def red_pixels(path: Path) -> int:
-    pixels = image.imread(path)[..., :3]
-    return int((abs(pixels - [0xC6 / 255, 0x28 / 255, 0x28 / 255]).max(axis=-1) < 0.02).sum())
-
-
-def test_the_picture_is_red_where_the_rank_waits(tmp_path: Path) -> None:
-    """Also over the backward in which it does; the area is as the time."""
-    is_wait = {event: event.kind in (EventKind.WAIT_START, EventKind.WAIT_END) for event in one_step()}
-    end = Event(EventKind.LAYOUT_EXTENDED, 0, 100 * MS)  # draws nothing, and keeps the step's length
-
-    def area(*waits_for: int) -> int:
-        events = [event for event in one_step() if not is_wait[event] or event.index in waits_for]
-        path = tmp_path / "timeline.png"
-        plot([RankEvents(0, [ModelEvents([*events, end])])], path)
-        return red_pixels(path)
-
-    legend = area()
-    gradients, parameters = area(0) - legend, area(1) - legend
-    assert parameters > 1000
-    assert gradients / parameters == pytest.approx(9 / 14, rel=0.05)
-    assert area(0, 1) - legend == pytest.approx(gradients + parameters, rel=0.02)
 
 
 def test_without_matplotlib_all_but_the_picture_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,3 @@ def test_a_script_that_never_ends_is_run_with_each_size_and_ended_without_a_word
     assert sized.split()[:2] == ["2_000", "4"]
     assert "bucket_size" in said
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "runs.txt"}
-
-
-@pytest.mark.long
-@pytest.mark.fresh
-@pytest.mark.parametrize(
-    ("script", "complaint"), [("", "no step was recorded"), ("raise SystemExit(3)\n", "train.py: rank")]
-)
-def test_a_script_that_fails_or_trains_nothing_is_told_in_a_line(script: str, complaint: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script)
-    done = tune(tmp_path, "train.py")
-    assert done.returncode == 1
-    assert complaint in done.stderr.splitlines()[-1]

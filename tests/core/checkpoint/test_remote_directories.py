@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy._checkpoints.directories import read_remote_extra
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import (
@@ -28,7 +24,7 @@ from megastrategy.core import (
     make_collectives,
 )
 from tests.support.extra_packages import python_with
-from tests.support.object_store import FAULTS, Kind, ObjectStore, copy_to_disk, objects_in
+from tests.support.object_store import FAULTS, Kind, copy_to_disk, objects_in
 from tests.support.processes import run_processes
 from tests.support.sharded_training import Training, assert_same
 
@@ -82,23 +78,6 @@ def test_they_hold_what_a_directory_on_a_disk_does_for_any_number_of_ranks(
     copy_to_disk(url, tmp_path / "copied")
     assert_same(*(OpenDirectory(tmp_path / name).read("optimizer") for name in ("copied", "near")))
     assert torch.load(tmp_path / "copied" / "meta.pt") == {"step": 3}
-
-
-def read_what_torch_wrote(url: str) -> None:
-    writer, reader = Training(), Training(bucket_size=150)
-    writer.train(range(2))
-    # By default it syncs every disk of the machine.
-    dcp.save(writer.state(), storage_writer=FsspecWriter(url, sync_files=False))
-    reader.module.load_state_dict(OpenDirectory(RemoteDirectory(url)).read("model"))
-    reader.optimizer.load_sharded(url)
-    loaded, saved = reader.whole(), writer.whole()
-    if dist.get_rank() == 0:
-        assert_same(loaded, saved)
-    assert reader.train(range(2, 4)) == writer.train(range(2, 4))
-
-
-def test_a_plain_loop_reads_what_torch_wrote(url: str) -> None:
-    run_processes(2, read_what_torch_wrote, url)
 
 
 def state(number: int) -> dict[str, Any]:
@@ -214,23 +193,6 @@ def test_a_complete_directory_is_never_overwritten(url: str) -> None:
         assert "Save under another name, with the step in it" in message
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["run [2]", "run*"])
-def test_names_are_no_patterns(tmp_path: Path, name: str) -> None:
-    url = f"objects://{tmp_path}/{name}/last.ckpt"
-    run_processes(2, save_and_remove, url)
-    assert not objects_in(str(Path(url).parent))
-
-
-def save_and_remove(url: str) -> None:
-    place = RemoteDirectory(url)
-    save(place, 1)
-    assert load(place) == 1
-    dist.barrier()
-    if dist.get_rank() == 0:
-        place.remove()
-
-
 def refuse_to_replace(url: str) -> list[str]:
     messages = []
     for path, name in (("results", "results/precious.txt"), ("file.ckpt", "file.ckpt")):
@@ -275,41 +237,6 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(url: str) -> None:
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
-
-
-def save_in_memory() -> None:
-    place = RemoteDirectory("memory://run/last.ckpt")
-    save(place, 1)
-    assert load(place) == 1
-    assert place.kind() == "directory"
-    place.remove()
-    assert place.kind() is None
-
-
-def test_one_process_saves_in_its_memory() -> None:
-    run_processes(1, save_in_memory)
-
-
-def count_requests(url: str) -> tuple[int, int]:
-    module = nn.Sequential(*[nn.Linear(20, 20) for _ in range(100)])
-    model = DistributedDataParallel(module)
-    optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), model)
-    model(torch.ones(2, 20)).sum().backward()
-    optimizer.step()
-    place, collectives = RemoteDirectory(url), host_collectives()
-    save_directory({"model": module.state_dict(), "optimizer": optimizer.sharded_state_dict()}, {}, place, collectives)
-    ObjectStore.requests = 0
-    OpenDirectory(place).read("model")
-    of_model, ObjectStore.requests = ObjectStore.requests, 0
-    optimizer.load_sharded(url)
-    return of_model, ObjectStore.requests
-
-
-def test_reading_many_tensors_takes_few_requests(url: str) -> None:
-    """The metadata, once, and the parts in blocks: not a request for each of 200 or 600 tensors."""
-    for of_model, of_optimizer in run_processes(2, count_requests, url):
-        assert of_model <= 1 + 2
-        assert of_optimizer <= 1 + 2
 
 
 # --- a store that is not ours ----------------------------------------------------------------------------------------

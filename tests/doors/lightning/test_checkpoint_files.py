@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.utilities.cloud_io import _atomic_save
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy._checkpoints import files as checkpoint_files
 from megastrategy._checkpoints.files import load_file, save_file
 from megastrategy.core import CheckpointError
 
-from ..fits import STATE, make_strategy, make_trainer
-from ..rank_processes import Ranks
+from ..fits import STATE
 
 NEWER = {"weight": -STATE["weight"], "step": 2}  # type: ignore[operator]
 
@@ -108,30 +101,6 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_it_retur
     assert synced[0][1] == size
 
 
-@contextlib.contextmanager
-def disk_with(num_bytes: int) -> Iterator[None]:
-    """Files cannot become larger, as on a full disk; Python ignores the signal that would come with it."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 300, 700_001, 1_200_300])
-def test_a_full_disk_is_an_error_with_the_path_and_the_checkpoint_before_it_stays(
-    tmp_path: Path, num_bytes: int
-) -> None:
-    path = tmp_path / "last.ckpt"
-    save_file(STATE, path)
-    with disk_with(num_bytes), pytest.raises(OSError, match=r"was not saved \(File too large\)") as raised:
-        save_file(NEWER, path)
-    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
-    assert_is(path, STATE)
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,58 +127,6 @@ def test_saving_makes_no_copy_of_the_state(tmp_path: Path) -> None:
     state = {"weight": torch.ones(LARGE_BYTES // 4)}
     assert peak_growth(lambda: save_file(state, tmp_path / "ours.ckpt")) < LARGE_BYTES / 8
     assert peak_growth(lambda: _atomic_save(state, tmp_path / "theirs.ckpt")) > 0.9 * LARGE_BYTES, "the measure works"
-
-
-NUM_FEATURES = 1024
-BUCKET_BYTES = NUM_FEATURES**2 * 4
-SLACK_BYTES = 8 * 2**20
-"""For what is not tensors: in the kernel's account, pages of code that runs for the first time count, too."""
-
-
-class Wide(pl.LightningModule):
-    """Five layers of one bucket each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=False) for _ in range(5)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class SavesAndMeasures(pl.Callback):
-    """The second save: the first one has imported what it needs."""
-
-    growth = 0
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.strategy.barrier()
-        self.growth = peak_growth(lambda: trainer.save_checkpoint(self.path))
-
-
-def save_wide(path: Path) -> int:
-    measure = SavesAndMeasures(path)
-    strategy = make_strategy("megatron_ddp", bucket_size=NUM_FEATURES**2)
-    trainer = make_trainer(strategy, callbacks=[measure], max_epochs=1, limit_train_batches=1)
-    trainer.fit(Wide(), DataLoader(TensorDataset(torch.ones(4, NUM_FEATURES)), batch_size=2))
-    return measure.growth
-
-
-def test_saving_takes_the_gathered_state_on_rank_0_and_a_bucket_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
-    """A bucket is gathered in one flat tensor, from which the whole state tensors are copied one by one."""
-    path = tmp_path / "wide.ckpt"
-    first, other = ranks.run(save_wide, path)
-    weights_bytes, state_bytes = 5 * BUCKET_BYTES, 10 * BUCKET_BYTES
-    assert abs(path.stat().st_size - (weights_bytes + state_bytes)) < 20_000, "the sum of its tensors"
-    assert first < state_bytes + BUCKET_BYTES + SLACK_BYTES
-    assert other < BUCKET_BYTES + SLACK_BYTES
 
 
 def test_loading_maps_the_file(tmp_path: Path) -> None:
@@ -257,13 +174,3 @@ def test_a_broken_file_is_an_error_with_its_path_and_what_is_wrong(tmp_path: Pat
             with pytest.raises(CheckpointError) as raised:
                 load_file(path, weights_only=weights_only)
             assert str(raised.value).startswith(f"{path} {problem}")
-
-
-def test_what_a_whole_file_may_not_load_stays_torchs_error_with_the_path(tmp_path: Path) -> None:
-    path = tmp_path / "class.ckpt"
-    save_file({"path": Fabric}, path)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed") as raised:
-        load_file(path, weights_only=True)
-    assert raised.value.__notes__ == [f"while loading the checkpoint {path}"]
-    with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
-        load_file(tmp_path / "missing.ckpt")

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger
 
-import megastrategy
 from megastrategy import CommunicationMonitor
 
-from ..fits import BATCHES_PER_EPOCH, AwkwardModule, MemoryLogger, fit, loader, make_strategy, make_trainer
+from ..fits import BATCHES_PER_EPOCH, MemoryLogger, fit, loader, make_strategy, make_trainer
 from ..monitored_fits import (
     MODES,
-    NET_NUMEL,
     SENT_BYTES,
     Lines,
     Net,
@@ -73,37 +64,6 @@ def test_sent_bytes_are_those_of_the_formula(
         assert column(lines, "sent_bytes") == [bytes_an_element * elements * (SIZE - 1) / SIZE] * 3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_accumulated_microbatches_send_nothing(ranks: Ranks, mode: str) -> None:
-    """Windows of 3, 3 and 1 batches: each is sent once, as a batch without accumulation is."""
-    for lines in ranks.run(monitored, Net, MODES[mode], accumulate_grad_batches=3, max_epochs=1):
-        assert steps_of(lines) == [0, 1, 2]
-        assert column(lines, "sent_bytes") == [SENT_BYTES] * 3
-
-
-class Unfreezes(Net):
-    """Its first layer joins the training with the second epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.outputs.parameters(), lr=0.1)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.inputs.requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.inputs.parameters())})
-
-
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
-def test_bytes_grow_when_a_layer_is_unfrozen(ranks: Ranks, mode: str) -> None:
-    before, after = (8 * numel * (SIZE - 1) / SIZE for numel in (128 * 11, NET_NUMEL))
-    for lines in ranks.run(monitored, Unfreezes, MODES[mode], log_every_n_steps=BATCHES_PER_EPOCH):
-        assert column(lines, "sent_bytes") == [before, after]
-
-
 # --- when it logs ----------------------------------------------------------------------------------------------------
 
 
@@ -142,30 +102,6 @@ def everything_logged(**options: Any) -> Lines:
     ).logged
 
 
-def test_every_logger_gets_every_number(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(log_to_two_loggers, str(tmp_path))
-    with (tmp_path / "csv" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["communication/sent_bytes"]]
-    assert [int(row["step"]) for row in rows] == [2, 5, 6]
-    assert [float(row["communication/sent_bytes"]) for row in rows] == [SENT_BYTES] * 3
-    names = {name.removeprefix("communication/") for name in rows[0] if name.startswith("communication/")}
-    assert names == {"exposed_ms", "sent_bytes", "grad_norm"}
-
-
-def log_to_two_loggers(folder: str) -> None:
-    memory = MemoryLogger()
-    loggers = [CSVLogger(folder, name="csv", version=""), memory]
-    trainer = make_trainer(
-        make_strategy("megatron_ddp", bucket_size=1),
-        logger=loggers,
-        callbacks=[CommunicationMonitor()],
-        log_every_n_steps=3,
-        max_epochs=1,
-    )
-    trainer.fit(Net(), loader())
-    assert steps_of(lines_of(memory.history)) == [2, 5, 6]
-
-
 def test_a_resumed_fit_goes_on_at_its_step(ranks: Ranks, tmp_path: Path) -> None:
     for first, second in ranks.run(fit_and_resume, str(tmp_path / "last.ckpt")):
         assert steps_of(first) == [3, 6]
@@ -191,107 +127,7 @@ def fit_and_resume(path: str) -> tuple[Lines, Lines]:
     return logs[0], logs[1]
 
 
-def test_one_callback_serves_two_fits(ranks: Ranks) -> None:
-    """The second starts from zero."""
-    for first, second in ranks.run(fit_twice_with_one_callback):
-        assert steps_of(first) == steps_of(second) == list(range(7))
-        assert column(second, "sent_bytes") == [SENT_BYTES] * 7
-
-
-def fit_twice_with_one_callback() -> tuple[Lines, Lines]:
-    monitor, logs = CommunicationMonitor(), []
-    for module, plugins in ((Overflows(), [half_precision()]), (Net(), [])):
-        options = {"module": module, "callbacks": [monitor], "max_epochs": 1, "plugins": plugins}
-        logs.append(lines_of(fit("megatron_ddp", strategy_options={"bucket_size": 1}, **options).logged))
-    return logs[0], logs[1]
-
-
-class WithRate(Net):
-    """Has what the learning rate finder sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-def test_the_trial_run_of_the_learning_rate_finder_is_not_counted(ranks: Ranks, tmp_path: Path) -> None:
-    for lines in ranks.run(monitored_after_a_trial, str(tmp_path)):
-        assert steps_of(lines) == [3, 6]
-        assert column(lines, "sent_bytes") == [SENT_BYTES] * 2
-
-
-def monitored_after_a_trial(folder: str) -> Lines:
-    """The finder comes first, so that its trial runs inside of the monitored fit's start."""
-    finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
-    options = {"callbacks": [finder], "log_every_n_steps": 4, "max_epochs": 1, "default_root_dir": folder}
-    return monitored(WithRate, None, **options)
-
-
 # --- manual optimization ---------------------------------------------------------------------------------------------
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class StepsEveryThirdBatch(Manual):
-    """Accumulates by hand: steps after the third, sixth and last batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        last = batch_idx % 3 == 2 or batch_idx == BATCHES_PER_EPOCH - 1
-        if last:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-        else:
-            with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
-                self.manual_backward(self.loss(batch))
-
-
-class SendsTwiceAStep(Manual):
-    """Two synchronised backwards, each reduced, before a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for _ in range(2):
-            self.manual_backward(self.loss(batch))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-class TwoOptimizers(Manual):
-    """One a layer, stepped one after the other: 14 optimizer steps an epoch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.inputs, self.outputs)]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("module", "steps", "sent_bytes"),
-    [
-        (StepsEveryThirdBatch, [5, 6], SENT_BYTES),
-        (SendsTwiceAStep, [1, 3, 5, 6], SENT_BYTES * 3 / 2),
-        (TwoOptimizers, [0, 1, 2, 3, 4, 5, 6], SENT_BYTES / 2),
-    ],
-)
-def test_manual_optimization_is_counted_by_optimizer_steps(
-    ranks: Ranks, module: Callable[[], pl.LightningModule], steps: list[int], sent_bytes: float
-) -> None:
-    """Logged every second optimizer step, under the number of the batch."""
-    for lines in ranks.run(monitored, module, log_every_n_steps=2, max_epochs=1):
-        assert steps_of(lines) == steps
-        assert column(lines, "sent_bytes") == [sent_bytes] * len(steps)
 
 
 # --- skipped steps ---------------------------------------------------------------------------------------------------
@@ -327,47 +163,3 @@ def fit_without_what_it_needs() -> None:
     trainer = make_trainer(make_strategy("ddp"), callbacks=[CommunicationMonitor()], logger=MemoryLogger())
     with pytest.raises(MisconfigurationException, match=r"is lightning\.pytorch\.strategies\.ddp\.DDPStrategy: choose"):
         trainer.fit(Net(), loader())
-
-
-def test_evaluation_alone_needs_neither(ranks: Ranks) -> None:
-    """The same list of callbacks serves ``trainer.validate``."""
-    ranks.run(validate_only)
-
-
-def validate_only() -> None:
-    trainer = make_trainer(make_strategy("ddp"), callbacks=[CommunicationMonitor()], logger=False)
-    trainer.validate(AwkwardModule(), loader(), verbose=False)
-
-
-def test_each_package_has_its_own(ranks: Ranks) -> None:
-    assert megastrategy.CommunicationMonitor is importlib.import_module("megastrategy.lightning").CommunicationMonitor
-    for lines in ranks.run(fit_in_pytorch_lightning):
-        assert steps_of(lines) == [2, 5, 6]
-        assert column(lines, "sent_bytes") == [SENT_BYTES] * 3
-
-
-def fit_in_pytorch_lightning() -> Lines:
-    other = importlib.import_module("pytorch_lightning")
-    door = importlib.import_module("megastrategy.pytorch_lightning")
-    module = type(
-        "Module", (other.LightningModule,), {"loss": Net.loss, "configure_optimizers": Net.configure_optimizers}
-    )
-    net, layers = module(), Net()
-    net.inputs, net.outputs = layers.inputs, layers.outputs
-    net.training_step = lambda batch, batch_idx: net.loss(batch)
-    logger = MemoryLogger()
-    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "log_every_n_steps": 3, "logger": logger}
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    strategy = door.MegatronDDPStrategy(bucket_size=1)
-    trainer = other.Trainer(strategy=strategy, callbacks=[door.CommunicationMonitor()], **options, **quiet)
-    trainer.fit(net, loader())
-    unlogged = other.Trainer(
-        strategy=door.MegatronDDPStrategy(),
-        callbacks=[door.CommunicationMonitor()],
-        **{**options, "logger": False},
-        **quiet,
-    )
-    exceptions = importlib.import_module("pytorch_lightning.utilities.exceptions")
-    with pytest.raises(exceptions.MisconfigurationException, match="logger=False"):
-        unlogged.fit(net, loader())
-    return lines_of(logger.history)

@@ -6,25 +6,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from torch import Tensor
 
 from megastrategy import CommunicationMonitor
 from megastrategy.core import EventKind
 
-from ..fits import AwkwardModule, Fit, MemoryLogger, adamw, assert_same_fit, fit, loader, make_strategy, make_trainer
-from ..monitored_fits import MODES, SENT_BYTES, Lines, Net, column, monitored
+from ..fits import AwkwardModule, Fit, adamw, assert_same_fit, fit
+from ..monitored_fits import MODES, SENT_BYTES, Lines, column, monitored
 from ..rank_processes import Ranks
-
-
-class SeesListeners(pl.Callback):
-    """The listeners that the engine calls with its events, in a fit."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        model: Any = trainer.strategy.model
-        self.seen += [model.engine._listener, model.engine.reducer._listener, model.engine.param_gather._listener]
 
 
 class AddsListener(pl.Callback):
@@ -39,39 +27,6 @@ class AddsListener(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with pytest.raises(RuntimeError, match="set up already: add listeners before"):
             trainer.strategy.add_listener(print)  # type: ignore[attr-defined]
-
-
-def test_without_the_monitor_the_engine_makes_no_events(ranks: Ranks) -> None:
-    """Before, after, and after an exception in a fit that was monitored, with the same strategy object."""
-    ranks.run(look_for_listeners)
-
-
-def look_for_listeners() -> None:
-    trainer = make_trainer(make_strategy("megatron_ddp"), max_epochs=0, logger=MemoryLogger())
-    usual = trainer.callbacks
-    for module, monitors in (
-        (Net(), []),
-        (Net(), [CommunicationMonitor()]),
-        (Net(), []),
-        (Raises(), [CommunicationMonitor()]),
-        (Net(), []),
-    ):
-        sees = SeesListeners()
-        trainer.callbacks = [*usual, sees, *monitors]
-        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
-        if isinstance(module, Raises):
-            with pytest.raises(ZeroDivisionError, match="on purpose"):
-                trainer.fit(module, loader())
-        else:
-            trainer.fit(module, loader())
-        assert [listener is None for listener in sees.seen] == [not monitors] * 3
-
-
-class Raises(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if batch_idx == 2:
-            raise ZeroDivisionError("on purpose")
-        return super().training_step(batch, batch_idx)
 
 
 def test_several_listeners_hear_the_same(ranks: Ranks) -> None:

@@ -145,12 +145,3 @@ def test_a_stop_waits_for_the_step(ranks: Ranks, tmp_path: Path) -> None:
     second = ranks.run(fit_until, SIZE, str(tmp_path), resume=True, **options)
     assert [len(part.trained) for part in first] == [9, 9]
     assert_goes_on(first, second, whole)
-
-
-def test_no_minimum_is_cut_short(ranks: Ranks, tmp_path: Path) -> None:
-    options = {"min_steps": 11, "name": "megatron_ddp"}
-    whole = ranks.run(fit_until, SIZE, str(tmp_path), **options)
-    first = ranks.run(fit_until, SIZE, str(tmp_path), way="should_stop", batch=8, **options)
-    second = ranks.run(fit_until, SIZE, str(tmp_path), resume=True, **options)
-    assert [part.step for part in first] == [11, 11]
-    assert_goes_on(first, second, whole)

@@ -25,7 +25,6 @@ from tests.support.scripts import run_script
 
 from ..fits import BUCKET_SIZE, make_strategy, make_trainer
 from ..rank_processes import Failure, Ranks
-from .test_slurm_requeue import slurm_job
 
 LIMIT_S = 3.0
 """From the first signal to the end of the last rank. A second of it is how often a rank that waits looks around."""
@@ -165,6 +164,25 @@ def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path
 NUM_EVALUATED = 40
 
 
+def slurm_job(folder: Path, num_tasks: int) -> dict[str, str]:
+    """The environment of a job, in which ``scontrol`` writes down what it is asked."""
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/requeued"\n')
+    scontrol.chmod(0o755)
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": str(num_tasks),
+        "SLURM_NTASKS_PER_NODE": str(num_tasks),
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "PATH": f"{scontrol.parent}:{os.environ['PATH']}",
+    }
+
+
 def fit_in_a_job(
     directory: Path, job: dict[str, str], stage: str, rank: int | None = None, fast: int | None = None
 ) -> tuple[list[tuple[int, int]], int]:
@@ -216,10 +234,6 @@ def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == SENT_IN + 1
 
 
-# --- between two fits ------------------------------------------------------------------------------------------------
-
-# --- without a Trainer -----------------------------------------------------------------------------------------------
-
 # --- one rank --------------------------------------------------------------------------------------------------------
 
 ONE_RANK = """
@@ -246,3 +260,13 @@ def test_sigterm_ends_one_rank_soon_in_every_stage(tmp_path: Path) -> None:
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("STAGE", "ENDED"))]
     assert [line[:2] for line in lines] == [["STAGE", stage] for stage in STAGES]
     assert max(float(line[2]) for line in lines) < LIMIT_S
+
+
+@pytest.mark.parametrize(("stage", "step"), [("training", SENT_IN + 1), ("validation", 5)])
+def test_one_rank_saves_and_the_job_resumes(one_rank: Ranks, tmp_path: Path, stage: str, step: int) -> None:
+    job = slurm_job(tmp_path, num_tasks=1)
+    [(saved_at, steps)] = one_rank.run(fit_in_a_job, tmp_path, job, stage)
+    assert ([saved_step for saved_step, _ in saved_at], steps) == ([step], 10)
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == step
+    assert one_rank.run(fit_in_a_job, tmp_path, job, "none") == [([], 10)]

@@ -5,24 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from megastrategy import SaveOnStop
-from megastrategy._checkpoints.directories import read_remote_extra
-from megastrategy.core import CheckpointError, OpenDirectory, RemoteDirectory, is_directory_checkpoint
-from tests.doors.lightning.test_lightning_checkpoints import assert_same_value, fit_and_save, resume
-from tests.doors.lightning.test_sharded_directories import consolidate, fit_slowly_in_background
-from tests.support.object_store import copy_to_disk, objects_in
+from megastrategy.core import CheckpointError, RemoteDirectory, is_directory_checkpoint
+from tests.doors.lightning.test_lightning_checkpoints import fit_and_save, resume
+from tests.doors.lightning.test_sharded_directories import fit_slowly_in_background
+from tests.support.object_store import objects_in
 
 from ..fabric_loops import make_fabric
 from ..fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, loader, make_strategy, make_trainer
 from ..rank_processes import Ranks
 from .test_loading_directories import EXTRA, Net
 
-SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
 NAME = f"step={BATCHES_PER_EPOCH}.ckpt"
 
 
@@ -55,28 +50,6 @@ def test_a_run_resumes_from_a_store(ranks: Ranks, url: str, kind: str) -> None:
     for mine, expected in zip(resumed, whole, strict=True):
         assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
         assert_same_tensors(mine.weights, expected.weights)
-
-
-@pytest.mark.long
-@pytest.mark.fresh
-def test_it_is_a_local_directory_in_all_but_names_also_in_the_background(
-    ranks: Ranks, tmp_path: Path, url: str
-) -> None:
-    """And Lightning's tool makes one file of what was copied to a disk."""
-    ranks.run(fit_and_save, "megatron_ddp", str(tmp_path / "near"), every=3, **SHARDED)
-    ranks.run(fit_and_save_far, url, 3, plugins=[AsyncCheckpointIO()], **SHARDED)
-    for step in (3, 6, 9, 12):
-        near, far = tmp_path / "near" / f"step={step}.ckpt", RemoteDirectory(f"{url}/step={step}.ckpt")
-        for key in ("model", "optimizer_0"):
-            assert_same_value(OpenDirectory(far).read(key), OpenDirectory(near).read(key), f"step {step}, {key}")
-        extras = [read_remote_extra(far, True), torch.load(near / "meta.pt", weights_only=True)]
-        for extra in extras:
-            del extra["callbacks"]  # ModelCheckpoint's paths, which differ
-        assert_same_value(*extras, f"step {step}")
-    copy_to_disk(far.url, tmp_path / "copied")
-    whole = torch.load(consolidate(tmp_path / "copied", tmp_path / "whole.ckpt"), weights_only=True)
-    assert whole["global_step"] == 12
-    assert_same_value(whole["state_dict"], OpenDirectory(far).read("model"), "consolidated")
 
 
 def complete_far_away(url: str) -> int:
@@ -126,32 +99,6 @@ def test_what_is_not_complete_is_refused_by_name(ranks: Ranks, url: str) -> None
     for incomplete, missing in ranks.run(resume_from_nothing, url):
         assert incomplete.startswith(f"{place} is no complete sharded checkpoint")
         assert "other.ckpt" in missing
-
-
-def stop_and_go_on(url: str, kind: str) -> list[int]:
-    """The steps at which three fits began."""
-    begun: list[int] = []
-    for max_steps, epochs in ((3, 2), (4, 2), (-1, 1)):
-        stopper = SaveOnStop(f"{url}/")
-        assert stopper.path == f"{url}/stopped.ckpt"
-        strategy = make_strategy("megatron_ddp", state_dict_type=kind)
-        trainer = make_trainer(strategy, callbacks=[stopper, Begins(begun)], max_steps=max_steps, max_epochs=epochs)
-        trainer.fit(AwkwardModule(), loader(), ckpt_path=stopper.path if begun else None)
-    return begun
-
-
-class Begins(pl.Callback):
-    def __init__(self, begun: list[int]) -> None:
-        self.begun = begun
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.begun.append(trainer.global_step)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_fit_that_is_stopped_saves_there_too(ranks: Ranks, url: str, kind: str) -> None:
-    assert ranks.run(stop_and_go_on, url, kind) == [[0, 3, 4]] * 2
 
 
 # --- Fabric ----------------------------------------------------------------------------------------------------------
