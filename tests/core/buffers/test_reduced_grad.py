@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.errors import ParameterChangedError, ReducedGradError
 from tests.support.ranks import run_ranks
 
@@ -184,29 +182,6 @@ def test_copies_and_files_of_the_module_have_no_gradients(options: dict[str, Any
         net.share_memory()
 
     after_a_backward(options, look)
-
-
-def test_compiled_code_is_not_compiled_again() -> None:
-    """``.grad`` is a stand-in, None and a view in turn, and dynamo looks at parameters when it guards."""
-    counter = CompileCounter()
-    torch._dynamo.reset()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        net = Net()
-        model = DistributedDataParallel(net, DistributedDataParallelConfig(), group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
-        compiled = torch.compile(net.first, backend=counter)
-        for step in range(3):
-            with torch.no_grad():
-                compiled(batch(rank, step))  # .grad: None, then stand-ins
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        model.close()
-
-    # one rank reduces nothing, so two; one of them compiles
-    run_ranks(2, lambda rank, group: run(rank, group))
-    assert counter.frame_count <= 2
-    torch._dynamo.reset()
 
 
 def test_a_change_of_dtype_after_a_backward_is_an_error_of_its_own() -> None:
@@ -440,17 +415,3 @@ def test_gradients_of_a_failed_backward_are_not_added_later() -> None:
         optimizer.step()
 
     assert_ends_alike(program, SHARDED["contiguous"], 1e-6, optimizer="SGD")
-
-
-def test_stand_ins_cost_no_memory_and_keep_nothing_alive() -> None:
-    def look(model: DistributedDataParallel, net: Net) -> None:
-        grad = net.first.weight.grad
-        assert isinstance(grad, ReducedGrad)
-        assert grad.untyped_storage().nbytes() == 0
-        for extension_reads in (torch.utils.dlpack.to_dlpack, Tensor.data_ptr):  # address null, and crash
-            with pytest.raises(RuntimeError, match="data pointer"):
-                extension_reads(grad)
-        model.close()
-        grad.zero_()  # of an engine that is gone
-
-    after_a_backward(SHARDED["contiguous"], look)

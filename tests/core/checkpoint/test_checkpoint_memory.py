@@ -165,28 +165,6 @@ def test_saving_costs_one_bucket_beyond_what_is_returned(size: int, dtype: torch
     run_ranks(size, run)
 
 
-def test_saving_replicated_main_params_and_their_state_copies_nothing() -> None:
-    """With all-reduce every rank has all of it already; a state dict refers to it, as torch's own does."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        me = Rank(group, torch.bfloat16, sharded=False)
-        for save in (me.optimizer.state_dict, me.optimizer.main_params):
-            _, watch = me.watched(save)
-            assert watch.peak <= me.largest_bucket_bytes * SLACK
-
-    run_ranks(2, run)
-
-
-def test_saving_replicated_fp32_state_copies_nothing() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        me = Rank(group, torch.float32, sharded=False)
-        state, watch = me.watched(me.optimizer.state_dict)
-        assert bytes_in(state) >= 4 * 3 * me.shard_numel
-        assert watch.peak <= me.largest_bucket_bytes * SLACK
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
 def test_loading_costs_the_shard_and_nothing_else(size: int, dtype: torch.dtype) -> None:
@@ -206,26 +184,6 @@ def test_loading_costs_the_shard_and_nothing_else(size: int, dtype: torch.dtype)
         _, watch = me.watched(lambda: me.optimizer.load_main_params(saved["main"]))
         assert watch.alive == 0
         assert watch.peak <= (4 * me.shard_numel if dtype == torch.bfloat16 else 0)
-
-    run_ranks(size, run)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_nothing_that_was_loaded_from_is_held(size: int) -> None:
-    """So a mapped file may go, and a caller's state stays what it was; frozen parameters, too, have state."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = wide(torch.float32)
-        module[2].requires_grad_(False)
-        config = DistributedDataParallelConfig(**CONFIG)
-        model = DistributedDataParallel(module, config, group)
-        optimizer = DistributedOptimizer(torch.optim.Adagrad(module.parameters(), lr=0.1), model)
-        [saved, *_] = model.engine.collectives.all_gather_objects(optimizer.state_dict())
-        assert len(saved["state"]) == len(list(module.parameters())), "frozen or not"
-        optimizer.load_state_dict(saved)
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(saved["state"])}
-        held = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(list(optimizer.state.values()))}
-        assert not given & held
 
     run_ranks(size, run)
 

@@ -160,9 +160,3 @@ def test_split_graphs_train_as_torch_ddps_do_with_inductor() -> None:
 
 
 # --- the attribute of torch's DDP ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _no_forward_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ranks as threads, torch's own DDP may have left a forward behind."""
-    monkeypatch.setattr(TorchDDP, "_active_ddp_module", None)

@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
-from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
+from tests.support.optimizers_with_methods import Methods, ScheduleFree
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.training import assert_same_state
 
@@ -219,76 +219,6 @@ def one_step(rank: int, group: ProcessGroup, make: Callable[[Any], torch.optim.O
     return module, model, optimizer, collectives
 
 
-def test_a_mode_gathers_each_bucket_once_and_one_without_effect_nothing() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        def make(params: Any) -> ScheduleFree:
-            optimizer = ScheduleFree(params)
-            optimizer.train()
-            return optimizer
-
-        _, model, optimizer, collectives = one_step(rank, group, make)
-        optimizer.train()
-        assert collectives.calls == [], "it was in training"
-        optimizer.eval()
-        assert [call.name for call in collectives.calls] == ["all_gather"] * len(model.layout.buckets)
-        assert len(model.layout.buckets) > 1
-        optimizer.eval()
-        assert len(collectives.calls) == len(model.layout.buckets)
-
-    run_ranks(2, run)
-
-
-def test_methods_without_modes_and_attributes_of_the_users_class() -> None:
-    """Each call of ``swap`` exchanges weights and averages, and says what it should."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, _, optimizer, _ = one_step(rank, group, Swapping)
-        twin = two_layers()
-        reference = Swapping(twin.parameters())
-        assert optimizer.averaging is True, "the object's own, not the class's"
-        for _ in range(3):
-            if _ == 0:
-                twin(torch.ones(2, 10)).square().sum().backward()
-                reference.step()
-            assert optimizer.swap() == reference.swap() == 1
-            for name, value in weights_of(twin).items():
-                assert torch.equal(weights_of(module)[name], value), name
-        optimizer.averaging = False
-        assert optimizer.optimizer.averaging is False
-        assert optimizer.averaging is False
-
-    run_ranks(2, run)
-
-
-def test_methods_that_are_right_on_shards_or_do_not_need_them() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, _, optimizer, collectives = one_step(rank, group, Methods)
-        inner = optimizer.optimizer
-        weights = weights_of(module)
-        optimizer.shrink(factor=0.5)
-        for name, value in weights_of(module).items():
-            assert torch.equal(value, weights[name] * 0.5), name
-        assert any(bool(values["momentum_buffer"].any()) for values in optimizer.state.values())
-        optimizer.forget()
-        assert not any(bool(values["momentum_buffer"].any()) for values in optimizer.state.values())
-        collectives.calls.clear()
-        assert optimizer.has_state() is True
-        assert optimizer.get_lr() == [0.1]
-        assert optimizer.with_lr(0.1) is optimizer, "not the user's own object, which steps nothing here"
-        inner.calls = 0
-        optimizer.set_lr(0.25)
-        assert (inner.param_groups[0]["lr"], inner.calls, optimizer.num_calls) == (0.25, 1, 1)
-        optimizer.num_calls = 7
-        assert inner.calls == 7
-        optimizer.subscribe(print)
-        assert inner.listeners == [print]
-        assert optimizer.num_elements() == sum(param.numel() for param in module.parameters())
-        assert collectives.calls == [], "no tensor was computed with"
-        assert set(map(id, inner.param_groups[0]["params"])) == set(map(id, module.parameters()))
-
-    run_ranks(2, run)
-
-
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "first_step()": (lambda optimizer: optimizer.first_step(rho=0.1), "uses gradients"),
     "ascend()": (lambda optimizer: optimizer.ascend(), "uses gradients"),
@@ -326,27 +256,5 @@ def test_what_shards_cannot_do_is_refused_by_name_before_anything_is_changed(nam
         for key, value in weights_of(module).items():
             assert torch.equal(value, before[0][key])
         assert_same_state(optimizer.state_dict(), before[1])
-
-    run_ranks(2, run)
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", REFUSED)
-def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: str) -> None:
-    use, _ = REFUSED[name]
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model, optimizer, _ = one_step(rank, group, Methods, use_distributed_optimizer=False)
-        twin = two_layers()
-        reference = Methods(twin.parameters())
-        twin(torch.ones(2, 10)).square().sum().backward()
-        reference.step()
-        model(torch.ones(2, 10)).square().sum().backward()
-        twin(torch.ones(2, 10)).square().sum().backward()
-        use(optimizer)
-        use(reference)
-        for key, value in weights_of(twin).items():
-            assert torch.equal(weights_of(module)[key], value), key
-        assert optimizer.norms == reference.norms
 
     run_ranks(2, run)

@@ -20,13 +20,10 @@ from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.engine.relayout import relayout
-from megastrategy.core.engine.shard_holder import Contents
 from megastrategy.core.errors import CollectiveError, OptimizerNotShardableError
 from megastrategy.core.layout.build import build_layout
-from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import describe_setup, memory_use
 from megastrategy.core.shards import offload, state_storage
-from megastrategy.core.shards.saved_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, trained
@@ -105,17 +102,6 @@ def test_the_table_has_it_apart() -> None:
         ours.model.close()
 
     run_ranks(2, run)
-
-
-def test_the_table_counts_pinned_memory_as_torch_allocates_it() -> None:
-    """Each bucket's state tensor takes a power of two: 3 * 256 KiB become 1 MiB, and 1 MiB stays. Adam has two."""
-    sizes = {"a": 2**19, "b": 3 * 2**17}
-    params = [ParamSpec(name, (numel,), (1,), torch.float32, torch.float32) for name, numel in sizes.items()]
-    layout = build_layout(params, DistributedDataParallelConfig(bucket_size=2**17, **ON_HOST), 2)
-    use = memory_use(layout, 0, 2, device=torch.device("cuda", 0))
-    assert len(layout.buckets) == 2
-    assert use.host_bytes == 2 * (2**20 + 2**20)
-    assert memory_use(layout, 0, 2).host_bytes == 2 * (2**20 + 3 * 2**18)
 
 
 def test_state_of_parameters_that_join_later_goes_there_too() -> None:
@@ -199,54 +185,6 @@ def test_a_file_is_loaded_past_the_device_unless_somebody_looks_at_it(
 
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", see)
     with saving_among_threads():
-        run_ranks(2, run)
-
-
-def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part that a rank will keep is on the host while the rest is gathered."""
-    taken: list[Tensor] = []
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        with TwoMemories() as memories:
-            ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
-            ours.train(range(2))
-            shard_set, engine = ours.optimizer._impl.shard_set, ours.model.engine
-            adopt = shard_set.adopt
-
-            def adopt_from_host(contents: Contents) -> None:
-                parts = [v for values in contents.values() for name, v in values.items() if name.startswith("exp_avg")]
-                assert all(map(memories.is_on_host, parts))
-                assert not any(memories.is_on_host(values[MAIN_PARAM]) for values in contents.values())
-                taken.extend(parts)
-                adopt(contents)
-
-            monkeypatch.setattr(shard_set, "adopt", adopt_from_host)
-            assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, range(4)))
-            ours.model.close()
-
-    with told_apart():
-        run_ranks(2, run)
-    assert taken
-
-
-def test_what_an_accelerator_would_refuse_is_seen() -> None:
-    with told_apart(), TwoMemories() as memories:
-        on_host = offload.Offload(torch.device("cpu")).zeros(4, torch.float32)
-        on_device = torch.ones(4)
-        on_device.copy_(on_host)
-        assert memories.is_pinned(on_host[2:])
-        assert memories.is_on_host(on_host + 1)
-        assert not memories.is_pinned(on_host + 1)
-        with pytest.raises(AssertionError, match="of the host and of the device"):
-            on_device += on_host
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        with TwoMemories():
-            group.allreduce([torch.ones(4)]).wait()
-            with pytest.raises(AssertionError, match=r"c10d.* of tensors of the host"):
-                group.allreduce([offload.Offload(torch.device("cpu")).zeros(4, torch.float32)])
-
-    with told_apart():
         run_ranks(2, run)
 
 

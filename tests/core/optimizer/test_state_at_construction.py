@@ -4,23 +4,19 @@ are stepped: as in plain torch with fp32 main params of one's own."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy._checkpoints.directory_writer import save_directory
-from megastrategy.core import OpenDirectory, make_collectives
+from megastrategy.core import make_collectives
 from megastrategy.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.prepared_optimizers import CountsOnState, Prepared
-from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -134,31 +130,6 @@ def test_it_equals_plain_torch_with_fp32_main_params(
 
 
 @both_dtypes
-def test_a_sum_goes_on_growing_where_16_bits_stop(dtype: torch.dtype) -> None:
-    """At 256 in bf16, and at 2,048 in fp16, one more is rounded away."""
-    most = 2 / torch.finfo(dtype).eps
-    assert torch.tensor(most, dtype=dtype) + 1 == most
-
-    def run(rank: int, group: ProcessGroup) -> float:
-        param = nn.Parameter(torch.zeros(4096, dtype=dtype), requires_grad=False)
-        module = nn.Module()
-        module.weight, module.forward = param, lambda: module.weight.sum()  # type: ignore[method-assign]
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
-        adagrad = torch.optim.Adagrad([param], lr=1e-4)
-        adagrad.state[param]["sum"].fill_(most - 1)  # as after so many steps before the engine came
-        optimizer = DistributedOptimizer(adagrad, model)
-        param.requires_grad_(True)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-        [values] = optimizer.state.values()
-        return float(values["sum"].max())
-
-    assert run_ranks(2, run) == [most + 4, most + 4]
-
-
-@both_dtypes
 @both_modes
 @one_and_two
 @pytest.mark.parametrize("saved_at", [2, 5], ids=["frozen", "thawed"])
@@ -181,29 +152,6 @@ def test_what_is_resumed_goes_on_as_what_went_on(saved_at: int, size: int, shard
 
     for resumed, went_on in run_ranks(size, run):
         assert_equal(resumed, went_on)
-
-
-def resume_from_directory(folder: str, sharded: bool) -> None:
-    collectives = make_collectives(dist.group.WORLD, torch.device("cpu"))
-    for dtype in (torch.bfloat16, torch.float16):
-        for saved_at in (2, 5):
-            path = Path(folder) / f"{dtype}-{saved_at}"
-            ours = Ours(KINDS["Adagrad"], dtype, sharded, collectives=collectives)
-            ours.train(range(saved_at))
-            state = {"model": ours.module.state_dict(), "optimizer": ours.optimizer.sharded_state_dict()}
-            save_directory(state, {}, path, collectives)
-            resumed = Ours(KINDS["Adagrad"], dtype, sharded, first=saved_at - 1, collectives=collectives)
-            resumed.module.load_state_dict(OpenDirectory(path).read("model"))
-            resumed.optimizer.load_sharded(path)
-            for each in (ours, resumed):
-                each.train(range(saved_at, NUM_STEPS))
-            assert_equal(resumed.result(), ours.result())
-
-
-@both_modes
-@one_and_two
-def test_what_is_resumed_from_a_directory_goes_on_as_what_went_on(size: int, sharded: bool, tmp_path: Path) -> None:
-    run_processes(size, resume_from_directory, str(tmp_path), sharded)
 
 
 def in_attribute(optimizer: Any, params: list[Tensor]) -> None:
@@ -243,25 +191,5 @@ def test_state_that_would_stay_in_16_bits_is_refused_by_name(
         collectives = make_collectives(group, torch.device("cpu"))
         with pytest.raises(OptimizerNotShardableError, match=f"KeepsSums cannot .*{where}.*autocast"):
             Ours(lambda params: KeepsSums(params, make), torch.bfloat16, sharded, collectives=collectives)
-
-    run_ranks(2, run)
-
-
-def test_options_in_16_bits_and_what_is_in_32_are_the_users() -> None:
-    class KeepsHalves(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=torch.tensor(0.02, dtype=torch.bfloat16))
-            self.sums = [torch.zeros(3), torch.zeros(3, dtype=torch.float16)]
-
-    class Counts(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            self.counted = list(params)
-            super().__init__(self.counted, lr=0.02)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        for sharded in (True, False):
-            collectives = make_collectives(group, torch.device("cpu"))
-            Ours(KeepsHalves, torch.bfloat16, sharded, collectives=collectives).train(range(2))
-        Ours(Counts, torch.bfloat16, True, collectives=collectives).train(range(2))  # whole, it might step what it has
 
     run_ranks(2, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -36,45 +35,5 @@ def test_an_optimizer_that_counts_its_calls_is_called_once_a_step() -> None:
             assert len(setup.stepped) == 1
         for param, value in zip(setup.module.parameters(), expected, strict=True):
             assert torch.equal(param.detach(), value)
-
-    run_ranks(2, run)
-
-
-def test_hooks_on_the_step_run_once_a_step() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=300)
-        seen: list[str] = []
-        setup.step(ALL, 1.0)
-        assert len(setup.model.layout.buckets) > 1
-        assert len(setup.stepped) == 1
-        handles = [
-            setup.optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-            setup.optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-        ]
-        setup.step(ALL, 1.0)
-        assert seen == ["before", "after"]
-        for handle in handles:
-            handle.remove()
-        setup.step(ALL, 1.0)
-        assert len(setup.stepped) == 1
-
-    run_ranks(2, run)
-
-
-def test_somebodys_wrapper_around_step_is_called_once_a_step() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=300)
-        inner = setup.optimizer.optimizer
-        torch.optim.lr_scheduler.StepLR(inner, 1)
-        scheduled, calls = inner.step, []
-
-        @functools.wraps(scheduled)
-        def noting(*args: Any) -> Any:
-            calls.append(1)
-            return scheduled(*args)
-
-        inner.step = noting
-        setup.step(ALL, 1.0)
-        assert len(calls) == 1
 
     run_ranks(2, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import types
 from collections.abc import Callable
@@ -274,21 +273,3 @@ def test_steps_that_reach_the_model_are_refused(kind: str) -> None:
         assert all(map(torch.equal, net.parameters(), before))
 
     run_ranks(2, run)
-
-
-def test_steps_that_reach_the_model_train_unsharded() -> None:
-    def train(rank: int, group: ProcessGroup, *, is_stock: bool) -> list[Tensor]:
-        net = Net()
-        model: Any = TorchDDP(net, process_group=group, find_unused_parameters=True)
-        inner: Optimizer = CallsFunction(list(net.parameters()), holding(net)["lambda"])
-        if not is_stock:
-            config = DistributedDataParallelConfig(use_distributed_optimizer=False)
-            model = DistributedDataParallel(net, config, group)
-            inner = DistributedOptimizer(inner, model)
-        loss_of(model, rank, 0).backward()
-        inner.step()
-        return [param.detach().clone() for param in net.parameters()]
-
-    stock, found = (run_ranks(2, functools.partial(train, is_stock=is_stock)) for is_stock in (True, False))
-    for mine, theirs in zip(found, stock, strict=True):
-        assert all(map(torch.equal, mine, theirs))

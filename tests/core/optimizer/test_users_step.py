@@ -148,31 +148,6 @@ def test_every_argument_of_step_arrives(overlap: bool, sharded: bool) -> None:
     assert_equal_to_ddp(users, in_every_form, **options)
 
 
-def test_over_main_params_every_argument_of_step_arrives() -> None:
-    """As if the learning rate had been larger: the numbers are powers of two."""
-
-    def script(lr: float, **kwargs: Any) -> Script:
-        def train(model: Any, optimizer: Any, rank: int) -> None:
-            optimizer.param_groups[0]["lr"] = lr
-            for step in range(3):
-                optimizer.zero_grad()
-                optimizer.step(lambda: backward(model, rank, step), **kwargs)  # noqa: B023 - called at once
-
-        return train
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        for sharded in (True, False):
-            options = {"dtype": torch.bfloat16, "use_distributed_optimizer": sharded}
-            results = [
-                train(users(), each, rank, group, **options) for each in (script(1 / 64, scale=4.0), script(1 / 16))
-            ]
-            first, second = (list(module.parameters()) for module in results)
-            assert all(map(torch.equal, first, second))
-            assert not torch.equal(first[0], two_layers().bfloat16()[0].weight)
-
-    run_ranks(2, run)
-
-
 def test_arguments_with_which_shards_would_be_stepped_otherwise_are_refused_before_the_closure() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         called: list[int] = []
@@ -193,25 +168,6 @@ def test_arguments_with_which_shards_would_be_stepped_otherwise_are_refused_befo
 
         train(users(), script, rank, group, torch.float32)
         assert called == []
-
-    run_ranks(2, run)
-
-
-def test_arguments_are_tried_once_for_all_numbers() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        kind = users()
-        numbers: list[int] = []
-
-        def script(model: Any, optimizer: Any, rank: int) -> None:
-            backward(model, rank, 0)
-            for scale in (0.5, 0.25, 0.125):
-                before = len(kind.calls)
-                optimizer.step(scale=scale)
-                numbers.append(len(kind.calls) - before)
-
-        train(kind, script, rank, group, torch.float32)
-        assert numbers[0] > numbers[1] == numbers[2]
-        assert numbers[1] <= 7, "one call for each bucket at most"
 
     run_ranks(2, run)
 

@@ -71,36 +71,6 @@ def test_every_field_of_the_configuration_is_a_switch() -> None:
     assert SWITCHES.keys() - {"dtype"} == set(field_names())
 
 
-def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
-    """Counted without the search that chose the rows: what does not meet is refused whatever the others are."""
-    values = [{**dataclasses.asdict(row.config), "dtype": row.dtype} for row in EVERY_SWITCH]
-    apart = {
-        (a, x, b, y)
-        for a in SWITCHES
-        for b in SWITCHES
-        for x in SWITCHES[a]
-        for y in SWITCHES[b]
-        if a < b and not any((row[a], row[b]) == (x, y) for row in values)
-    }
-    refused = {
-        ("grad_buffer", "pooled", "use_distributed_optimizer", False),
-        ("grad_buffer", "pooled", "use_contiguous_buffers", False),
-        ("num_distributed_optimizer_instances", 2, "use_distributed_optimizer", False),
-        ("num_distributed_optimizer_instances", 2, "use_contiguous_buffers", False),
-        ("use_contiguous_buffers", False, "use_distributed_optimizer", True),
-        ("overlap_grad_reduce", True, "use_contiguous_buffers", False),
-        ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
-        ("reduce_scatter_with_fp32_accumulation", True, "use_distributed_optimizer", False),
-        ("reduce_scatter_with_fp32_accumulation", True, "use_contiguous_buffers", False),
-        ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
-        ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
-    }
-    for name in ("grad_wire_dtype", "offload_optimizer_states"):
-        for other in ("use_distributed_optimizer", "use_contiguous_buffers"):
-            refused.add((name, SWITCHES[name][1], other, False))
-    assert apart == refused
-
-
 # --- recording -------------------------------------------------------------------------------------------------------
 
 

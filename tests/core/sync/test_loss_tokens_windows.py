@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import make_collectives, weigh_by_tokens
 from megastrategy.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
-from tests.support.ragged_tokens import batch, count, token_model
+from tests.support.ragged_tokens import batch
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.token_training import MODES, Setup, assert_same
 
@@ -268,28 +264,6 @@ def test_a_window_has_the_counts_of_its_own_backwards(mode: str, before: Callabl
     assert_same(last_grads(2, then_drop, **MODES[mode]), last_grads(2, lambda setup: None, **MODES[mode]))
 
 
-@pytest.mark.parametrize("who", ["model", "optimizer", "grads"])
-@pytest.mark.parametrize("synced", [False, True])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_gradients_that_were_zeroed_in_place_are_gone(mode: str, synced: bool, who: str) -> None:
-    def before(setup: Setup) -> None:
-        setup.backward(0, sync=synced)
-        if who == "grads":
-            if not synced and mode != "pooled":
-                setup.model.zero_grad()  # in-place changes of what is still accumulating are the user's own
-                return
-            for param in setup.module.parameters():
-                if param.grad is not None:
-                    param.grad.zero_()
-        else:
-            (setup.model if who == "model" else setup.optimizer).zero_grad(set_to_none=False)
-
-    found = last_grads(2, before, **MODES[mode])
-    for mine, theirs in zip(found, last_grads(2, lambda setup: None, **MODES[mode]), strict=True):
-        if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
-
-
 def test_two_optimizers_that_take_turns_have_a_window_each() -> None:
     """As in a GAN: what the first has stepped with stays where it is, and is read by loggers, while the second's are
     reduced."""
@@ -407,97 +381,4 @@ def test_one_reduction_a_bucket_and_nothing_where_nobody_counts() -> None:
     run_ranks(2, run)
 
 
-def test_a_counted_model_is_freed_and_closed_like_any() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group)
-        setup.step(3, 1)
-        ids, labels = batch(rank, 3, 0)
-        kept_loss = setup.module(ids, labels, rank)  # its graph has the hooks
-        module = setup.module
-        alive = weakref.ref(setup.model)
-        setup.model.close()
-        weight = module.twice.weight
-        module(ids, labels, rank).backward()
-        [expected] = torch.autograd.grad(kept_loss, weight)
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, expected), "a plain module again"
-        del setup
-        gc.collect()
-        assert alive() is None
-
-    run_ranks(1, run)
-
-
 # --- gradients that come in other ways -------------------------------------------------------------------------------
-
-
-class Unusual(nn.Module):
-    """A sparse gradient, and a layer used by two re-entrant checkpoints, whose gradient comes in two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.embedding, self.layer = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6)
-        self.last = nn.Linear(6, 1)
-        for param in self.parameters():
-            nn.init.normal_(param, std=0.5, generator=generator)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for _ in range(2):
-            hidden = torch.tanh(checkpoint(self.layer, hidden, use_reentrant=True))
-        return self.last(hidden).square().mean()
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce", "flattened"])
-def test_sparse_late_and_compiled_gradients(mode: str, compiled: bool) -> None:
-    ids = [torch.tensor([[1, 2, 3]]), torch.tensor([[3], [4]])]
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = token_model() if compiled else Unusual()
-        plain = copy.deepcopy(module)
-        config = DistributedDataParallelConfig(**{"bucket_size": 1, **MODES[mode]})
-        model = DistributedDataParallel(module, config, group)
-
-        def losses(model: Any, rank: int) -> Tensor:
-            if not compiled:
-                return model(ids[rank])
-            return model(*batch(rank, 0, 0), 1)
-
-        num_tokens = [count(batch(r, 0, 0)[1]) for r in range(2)] if compiled else [3, 2]
-        for other in range(2):
-            (losses(plain, other) * num_tokens[other] / sum(num_tokens)).backward()
-        expected = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in plain.parameters()]
-        run_compiled = torch.compile(model, backend="aot_eager") if compiled else model
-        for _ in range(3):
-            model.zero_grad()
-            model.weigh_by_tokens(losses(run_compiled, rank), num_tokens[rank]).backward()
-            for param, total in zip(module.parameters(), expected, strict=True):
-                found = model.full_grad(param)
-                assert found is not None or not total.any()
-                if found is not None:
-                    torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-6)
-
-    run_ranks(2, run)
-
-
-def test_gradients_of_gradients_are_those_of_the_weighed_loss() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Dense()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
-        weight = module.layers[0].weight
-
-        def penalised(of: nn.Module, value: float) -> Tensor:
-            x = torch.full((2, 4), value, requires_grad=True)
-            loss = of(x)
-            [gradient] = torch.autograd.grad(loss, x, create_graph=True)
-            return loss + gradient.square().sum()
-
-        expected = sum(
-            n * torch.autograd.grad(penalised(module, value), weight)[0] for n, value in ((1, 1.0), (3, 2.0))
-        )
-        model.weigh_by_tokens(penalised(model, (1.0, 2.0)[rank]), (1, 3)[rank]).backward()
-        torch.testing.assert_close(model.full_grad(weight), expected / 4, rtol=1e-5, atol=1e-7)
-
-    run_ranks(2, run)

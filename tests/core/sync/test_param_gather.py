@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -292,31 +291,6 @@ def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
     expected, _ = run_ranks(2, lambda rank, group: run(rank, group, False))
     for weights in run_ranks(2, lambda rank, group: run(rank, group, True)):
         assert all(map(torch.equal, weights, expected))
-
-
-@pytest.mark.unguarded("nothing is compiled while a mode looks at operators")
-def test_compiled_code_is_not_compiled_again_for_parameters_on_their_way() -> None:
-    # torch notes for the process that something is compiled, and AdamW, which is tried at its making, asks for that.
-    all_are_made = threading.Barrier(2, timeout=30.0)
-
-    def run(rank: int, group: ProcessGroup) -> list[int]:
-        module = net()
-        module[0] = torch.compile(module[0], backend="eager")
-        model = DistributedDataParallel(module, config(True), group)
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-        all_are_made.wait()
-        compiled = []
-        for _ in range(6):
-            model(torch.ones(2, 20)).sum().backward()
-            optimizer.step()
-            compiled.append(torch._dynamo.utils.counters["frames"]["total"])
-        model.close()
-        return compiled
-
-    torch.compiler.reset()  # or what an earlier test compiled of the same class may serve here too
-    for compiled in run_ranks(2, run):
-        assert compiled[0] > 0
-        assert len(set(compiled[3:])) == 1, "nothing, once both ranks are past their first steps"
 
 
 def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
-from tests.support.doubles import RecordingCollectives
 from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
@@ -265,58 +264,6 @@ def test_as_under_torch_ddp(size: int, options: Mapping[str, Any]) -> None:
                     # Scattered gradients are scaled where they are added to, and sums of microbatches are of means.
                     bound = 0.0 if exact else 2e-6 * there.abs().max().item()
                     torch.testing.assert_close(here, there, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@each_engine
-def test_nothing_is_sent_for_a_backward_that_was_not_prepared(size: int, options: Mapping[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        net, collectives = Net(), RecordingCollectives(group)
-        model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), collectives=collectives)
-        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
-        for _ in range(2):
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            collectives.calls.clear()
-            net(torch.ones(2, 10)).sum().backward()
-            assert all(type(param.grad) is Tensor for param in net.first.parameters())
-            optimizer.zero_grad()
-            # Nothing is left of it, so that a step has nothing to agree on either.
-            optimizer.step()
-            assert not [call for call in collectives.calls if "reduce" in str(call)]
-        model.close()
-
-    run_ranks(size, run)
-
-
-@each_engine
-def test_a_sharded_step_takes_the_mean_of_what_no_forward_prepared(size: int, options: Mapping[str, Any]) -> None:
-    """If every rank trains the module itself; with whole gradients each steps its own, as under torch DDP."""
-
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        loop = Loop(rank, group, options)
-        for step in range(2):
-            loop.optimizer.zero_grad()
-            loop.loss(step, raw=True).backward()
-            loop.optimizer.step()
-        loop.model.close()
-        return [param.detach().clone() for param in loop.net.parameters()]
-
-    def alone(rank: int) -> Net:
-        net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        shards = options.get("use_distributed_optimizer", True)
-        for step in range(2):
-            optimizer.zero_grad()
-            for other in range(size) if shards else (rank,):
-                x = torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * other + step))
-                (net(x).square().mean() / (size if shards else 1)).backward()
-            optimizer.step()
-        return net
-
-    for rank, weights in enumerate(run_ranks(size, run)):
-        for mine, expected in zip(weights, alone(rank).parameters(), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=str)

@@ -36,17 +36,6 @@ def asked(known: KnownFindings, optimizer: torch.optim.Optimizer, dtype: torch.d
     return findings, operations.count > 0
 
 
-def test_the_same_class_and_options_are_tried_once() -> None:
-    known = KnownFindings()
-    first, was_tried = asked(known, AdamW(params(), lr=0.1))
-    assert was_tried
-    assert first.reason is None
-    assert first.element_names == {"exp_avg", "exp_avg_sq"}
-    second, was_tried = asked(known, AdamW([*params(), *params()], lr=0.1))
-    assert not was_tried
-    assert second == first
-
-
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
@@ -71,11 +60,3 @@ def test_an_optimizer_with_another_inside_is_looked_at_each_time() -> None:
     assert asked(known, outer)[0].reason is None
     outer.inner = SGD(params(), lr=0.1)  # type: ignore[attr-defined]
     assert "steps another optimizer" in (asked(known, outer)[0].reason or "")
-
-
-def test_what_is_kept_is_bounded() -> None:
-    known = KnownFindings()
-    for number in range(70):
-        known.probe(SGD(params(), lr=0.1 + number), CPU, torch.float32)
-    assert not asked(known, SGD(params(), lr=69.1))[1]
-    assert asked(known, SGD(params(), lr=0.1))[1], "the oldest went"
