@@ -29,10 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
 from tests.support.object_store import PROTOCOL
-from tests.support.optimizers import MatricesAndRest
 from tests.support.ports import free_port
-from tests.support.tensor_parallel import whole
-from tests.support.whole_params import by_dimensions
 
 from .fits import make_strategy, make_trainer
 from .rank_processes import SIZE
@@ -70,16 +67,13 @@ def recorded(folder: Path, rank: int) -> list[tuple[int, float]]:
 
 
 class Module(pl.LightningModule):
-    num_batches = SIZE
-    """In a step: each rank has another one."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.net, self.folder = make_model(), folder
 
     def training_step(self, unused: Any, batch_idx: int) -> Tensor:
         step, rank = self.global_step, self.global_rank
-        loss = self.net(batch(step, rank % self.num_batches)).square().mean()
+        loss = self.net(batch(step, rank)).square().mean()
         record(self.folder, rank, step, loss.detach())
         return loss
 
@@ -87,20 +81,6 @@ class Module(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Cut(Module):
-    """Tensor-parallel over both ranks, which have the same batches."""
-
-    num_batches = 1
-
-    def configure_model(self) -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        assert self.device_mesh is not None
-        parallelize_module(
-            self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        )
 
 
 def with_trainer(
@@ -112,7 +92,6 @@ def with_trainer(
     dirpath: str | None = None,
     ckpt_path: str | None = "last",
     plugins: Sequence[Any] = (),
-    **options: Any,
 ) -> dict[str, Tensor]:
     """As a user has it: the newest file, a last one beside it, and resuming by itself."""
     saver = ModelCheckpoint(
@@ -122,7 +101,7 @@ def with_trainer(
         save_last=dirpath is None,  # directories in a store are never overwritten
         enable_version_counter=dirpath is None,  # a save that was cut off keeps its name
     )
-    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type, **options)
+    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type)
     limits = {"max_steps": num_steps, "max_epochs": -1, "log_every_n_steps": 50}
     trainer = make_trainer(strategy, callbacks=[saver], enable_checkpointing=True, plugins=[*plugins], **limits)
     module = kind(folder)
@@ -162,25 +141,13 @@ def with_s3(folder: Path, num_steps: int) -> dict[str, Tensor]:
     return with_store(folder, num_steps, "s3")
 
 
-def with_tensor_ranks(folder: Path, num_steps: int) -> dict[str, Tensor]:
-    """The same with a model that both ranks share; each writes its parts."""
-    weights = with_trainer(folder, num_steps, Cut, "sharded", tensor_parallel_size=SIZE)
-    return {name: whole(value) for name, value in weights.items()}
-
-
-def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
-
-
-def with_loop(
-    folder: Path, num_steps: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = _adamw
-) -> dict[str, Tensor]:
+def with_loop(folder: Path, num_steps: int) -> dict[str, Tensor]:
     """Without a framework: every second step, and the other rank does not wait for the file."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=SIZE)
     module = make_model()
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=BUCKET_SIZE))
-    optimizer = DistributedOptimizer(make([*model.parameters()]), model)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
     path, first = folder / "checkpoints" / "last.ckpt", 0
     if path.exists():
         saved = load_file(path)
@@ -201,16 +168,6 @@ def with_loop(
     model.close()
     torch.distributed.destroy_process_group()
     return weights
-
-
-def with_owners(folder: Path, num_steps: int) -> dict[str, Tensor]:
-    """The same with matrices that are stepped whole, each by its owner."""
-
-    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        matrices, rest = by_dimensions(params)
-        return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": rest}], lr=1e-3)
-
-    return with_loop(folder, num_steps, make)
 
 
 def _run(job: Callable[[Path, int], dict[str, Tensor]], folder: Path, num_steps: int, rank: int, port: int) -> None:

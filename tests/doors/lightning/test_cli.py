@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import pickle
 import sys
 from pathlib import Path
 from typing import Any, ForwardRef, Literal, get_args, get_type_hints
@@ -202,33 +201,3 @@ def test_what_the_signature_says_can_be_passed(door: str) -> None:
     assert strategy(None, ["first"]).parallel_devices == ["first"]
     with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
         strategy(bucket_sise=8)
-
-
-@pytest.mark.parametrize("door", DOORS.values())
-@pytest.mark.parametrize(
-    ("misspelt", "meant"),
-    [("timeuot", "timeout"), ("start_metod", "start_method"), ("state_dict_typ", "state_dict_type")],
-)
-def test_an_argument_of_the_strategys_own_is_suggested_too(door: str, misspelt: str, meant: str) -> None:
-    """A user's subclass, too, which shows another signature."""
-    strategy = importlib.import_module(door).MegatronDDPStrategy
-
-    class Users(strategy):  # type: ignore[misc, valid-type]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-
-    for cls in (strategy, Users):
-        with pytest.raises(ValueError, match=rf"^unknown argument '{misspelt}': did you mean '{meant}'\?$"):
-            cls(**{misspelt: None})
-    with pytest.raises(ValueError, match=r"^unknown argument 'zzz': known are bucket_size, .*, timeout"):
-        strategy(zzz=1)
-    with pytest.raises(ValueError, match=r"^the option 'average_in_collective' was removed: leave it out"):
-        strategy(average_in_collective=True)
-    with pytest.raises(ValueError, match=r"^overlap_param_gather='forward' was removed: write True"):
-        strategy(overlap_param_gather="forward")
-
-
-def test_a_strategy_can_be_pickled() -> None:
-    """The launchers that spawn do it; the class's `__init__` is one made by a decorator."""
-    strategy = MegatronDDPStrategy(bucket_size=8)
-    assert pickle.loads(pickle.dumps(strategy)).config == strategy.config

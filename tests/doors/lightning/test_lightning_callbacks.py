@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, ModelCheckpoint, ModelPruning
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -27,7 +24,7 @@ from tests.support.comparison import assert_equal
 
 from ..fits import NUM_TOKENS, assert_same_tensors, loader, make_strategy, make_trainer, weights_of
 from ..matrix import MODES
-from ..rank_processes import Ranks, assert_failed
+from ..rank_processes import Ranks
 
 # --- finetuning ------------------------------------------------------------------------------------------------------
 
@@ -218,66 +215,11 @@ class Sized(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class FinderOnRanks(BatchSizeFinder):
-    """The finder, which Lightning refuses with more than one rank; ranks that run out of memory at once can use it."""
-
-    def setup(self, *_: Any, **__: Any) -> None:
-        """The refusal was here."""
-
-
-class RankZerosFile(TorchCheckpointIO):
-    """Every rank names the finder's checkpoint differently, and rank 0 writes it."""
-
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        paths = [path]
-        dist.broadcast_object_list(paths)
-        return super().load_checkpoint(paths[0], *args, **kwargs)
-
-
 @dataclasses.dataclass
 class Found:
     size: int
     losses: list[float]
     weights: dict[str, Tensor]
-
-
-def finding_a_size(name: str, strategy_options: dict[str, Any], folder: str) -> Found:
-    finder, module = FinderOnRanks("power", init_val=1, steps_per_trial=3), Sized()
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": folder, "plugins": [RankZerosFile()]}
-    make_trainer(make_strategy(name, **strategy_options), callbacks=[finder], **options).fit(module)
-    tried = list(dict.fromkeys(module.sizes))
-    assert tried[:4] == [1, 2, 4, 8]
-    assert finder.optimal_batch_size == module.batch_size
-    return Found(module.batch_size, module.losses, weights_of(module))
-
-
-def with_size(name: str, strategy_options: dict[str, Any], size: int) -> Found:
-    module = Sized(size)
-    make_trainer(make_strategy(name, **strategy_options)).fit(module)
-    return Found(size, module.losses, weights_of(module))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_the_batch_size_finder_recovers_from_an_error_in_the_middle_of_backward(
-    ranks: Ranks, tmp_path: Path, mode: str
-) -> None:
-    """The next fit has the size that was found."""
-    theirs = ranks.run(with_size, "ddp", {}, 4)
-    ours = ranks.run(finding_a_size, "megatron_ddp", MODES[mode], str(tmp_path))
-    for mine, other in zip(ours, theirs, strict=True):
-        mine.losses = mine.losses[-len(other.losses) :]
-        assert_equal(mine, other)
-
-
-def test_the_batch_size_finder_is_refused_by_lightning_as_under_ddp(ranks: Ranks) -> None:
-    for name in ("ddp", "megatron_ddp"):
-        for outcome in ranks.outcomes(fit_with_finder, name):
-            assert_failed(outcome, "Batch size finder is not supported with distributed strategies")
-
-
-def fit_with_finder(name: str) -> None:
-    make_trainer(make_strategy(name), callbacks=[BatchSizeFinder()]).fit(Sized())
 
 
 class Halves(Sized):
@@ -325,13 +267,3 @@ def test_a_backward_that_failed_may_be_tried_again_within_a_training_step(ranks:
     ours = ranks.run(halving, "megatron_ddp", MODES[mode], warned=False)
     for mine, other in zip(ours, theirs, strict=True):
         assert_equal(mine, other)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("job", [finding_a_size, halving])
-def test_ddp_does_not_recover_from_an_error_in_the_middle_of_backward(
-    ranks: Ranks, tmp_path: Path, job: Callable[..., Found]
-) -> None:
-    """Its reducer still waits for gradients; what Lightning makes of that error names another cause."""
-    for outcome in ranks.outcomes(job, "ddp", {}, str(tmp_path) if job is finding_a_size else False):
-        assert_failed(outcome, "has parameters that were not used in producing the loss")

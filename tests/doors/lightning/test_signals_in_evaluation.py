@@ -262,11 +262,11 @@ def test_sigterm_ends_one_rank_soon_in_every_stage(tmp_path: Path) -> None:
     assert max(float(line[2]) for line in lines) < LIMIT_S
 
 
-@pytest.mark.parametrize(("stage", "step"), [("training", SENT_IN + 1), ("validation", 5)])
+@pytest.mark.parametrize(("stage", "step"), [("training", SENT_IN + 1), ("validation", 10)])
 def test_one_rank_saves_and_the_job_resumes(one_rank: Ranks, tmp_path: Path, stage: str, step: int) -> None:
     job = slurm_job(tmp_path, num_tasks=1)
     [(saved_at, steps)] = one_rank.run(fit_in_a_job, tmp_path, job, stage)
-    assert ([saved_step for saved_step, _ in saved_at], steps) == ([step], 10)
+    assert ([saved_step for saved_step, _ in saved_at], steps) == ([step], 20)
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == step
-    assert one_rank.run(fit_in_a_job, tmp_path, job, "none") == [([], 10)]
+    assert one_rank.run(fit_in_a_job, tmp_path, job, "none") == [([], 20)]
