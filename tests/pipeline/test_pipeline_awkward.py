@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
-from megastrategy.errors import CheckpointError, StageError
+from megastrategy.errors import StageError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import PASSES_WHOLE_NUMBERS, Case, Trainee, answers, batch_of, make_layers
+from tests.support.pipelines import PASSES_WHOLE_NUMBERS, Case, Trainee, answers, batch_of
 from tests.support.processes import run_processes
 
 
@@ -154,33 +154,6 @@ def small(mesh: DeviceMesh) -> tuple[Pipeline, DistributedDataParallel, Distribu
     return net, model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
-def evaluated_with_and_without_autocast(mesh: DeviceMesh) -> tuple[torch.dtype, torch.dtype]:
-    _, model, _ = small(mesh)
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            narrow = model(torch.ones(4, 8))
-        wide = model(torch.ones(4, 8))
-    model.close()
-    return narrow.dtype, wide.dtype
-
-
-def a_layer_in_anothers_place(mesh: DeviceMesh) -> bool:
-    """Whether a layer that was put into ``net.layers`` afterwards is trained, and runs."""
-    net = Pipeline(
-        [nn.Linear(8, 8), nn.Linear(8, 4)], [1, 1], loss=functional.mse_loss, microbatches=2, mesh=mesh["pp"]
-    )
-    own = mesh.get_local_rank("pp")
-    ran: list[int] = []
-    net.layers[own] = nn.Linear(8, 4 if own else 8)
-    net.layers[own].register_forward_hook(lambda *_: ran.append(1))
-    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    model(torch.ones(4, 8), target=torch.zeros(4, 4)).backward()
-    is_trained = all(optimizer.full_grad(param) is not None for param in net.parameters())
-    model.close()
-    return is_trained and bool(ran)
-
-
 def dropped_in_between(mesh: DeviceMesh) -> list[bool]:
     """By whose ``zero_grad`` comes between forward and backward, whether the step has changed weights."""
     net, model, optimizer = small(mesh)
@@ -246,58 +219,15 @@ def frozen_on_one_side(mesh: DeviceMesh) -> tuple[str, bool]:
     return str(caught.value), goes_on
 
 
-def tied_on_meta(mesh: DeviceMesh) -> bool:
-    """Whether layers of one stage that shared a weight on meta share one afterwards."""
-    with torch.device("meta"):
-        layers = [nn.Linear(8, 8) for _ in range(4)]
-    for number in (1, 3):
-        layers[number].weight = layers[number - 1].weight
-    net = Pipeline(layers, [2, 2], loss=functional.mse_loss, microbatches=2, mesh=mesh["pp"])
-    first = 2 * mesh.get_local_rank("pp")
-    return net.layers[first].weight is net.layers[first + 1].weight and not net.layers[first].weight.is_meta
-
-
-def optimizers(mesh: DeviceMesh) -> tuple[list[str] | None, list[str], str]:
-    """Checkpoints of optimizers on named parameters: the names in the state, and in the groups after loading it.
-
-    Also the error of an optimizer whose parameters are not in the order of the layers."""
-    trainee = Trainee.make(mesh, Case((2, 4), tied=True))
-    net, model = trainee.net, trainee.model
-    tokens, targets = batch_of(0, 0)
-    optimizer = DistributedOptimizer(torch.optim.AdamW(net.named_parameters()), model)
-    model(tokens, target=targets).backward()
-    optimizer.step()
-    saved: list[Any] = [optimizer.state_dict()]
-    dist.broadcast_object_list(saved, src=0)
-    optimizer.load_state_dict(saved[0])
-    names = optimizer.param_groups[0]["param_names"]
-    assert names == [name for name, _ in net.named_parameters()]
-    params = sorted(net.parameters(), key=lambda param: param.dim())
-    unordered = DistributedOptimizer(torch.optim.AdamW(params), model)
-    said = ""
-    if trainee.dp_rank == 0:  # where states come together
-        with pytest.raises(CheckpointError) as caught:
-            unordered.state_dict()
-        said = str(caught.value)
-    else:
-        unordered.state_dict()
-    model.close()
-    return saved[0]["param_groups"][0]["param_names"], names, said
-
-
 ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     indices_between_stages,
     transposed_between_stages,
     views_in_and_out,
     written_batch,
     tree_of_targets,
-    evaluated_with_and_without_autocast,
-    a_layer_in_anothers_place,
     dropped_in_between,
     skipped_step,
     frozen_on_one_side,
-    tied_on_meta,
-    optimizers,
 )
 
 
@@ -316,11 +246,6 @@ def test_it_trains_and_evaluates_as_one_process_does(answered: list[dict[str, An
     assert max(answer[what.__name__] for answer in answered) <= 1e-6
 
 
-def test_batches_of_one_size_with_and_without_autocast(answered: list[dict[str, Any]]) -> None:
-    for answer in answered:
-        assert answer["evaluated_with_and_without_autocast"] == (torch.bfloat16, torch.float32)
-
-
 def test_a_loss_of_several_numbers_is_refused() -> None:
     layers = [nn.Linear(8, 8)]
     net = Pipeline(layers, [1], loss=functools.partial(functional.mse_loss, reduction="none"), microbatches=2)
@@ -334,10 +259,6 @@ def test_an_argument_without_samples_is_refused() -> None:
     net = Pipeline([nn.Linear(8, 8)], [1], loss=functional.mse_loss, microbatches=2, inputs={0: "scale"})
     with pytest.raises(ValueError, match="a tensor without dimensions"):
         net(torch.ones(4, 8), scale=torch.tensor(2.0), target=torch.ones(4, 8))
-
-
-def test_a_layer_that_was_put_into_anothers_place_runs(answered: list[dict[str, Any]]) -> None:
-    assert all(answer["a_layer_in_anothers_place"] for answer in answered)
 
 
 def test_gradients_that_a_modules_own_zero_grad_drops_before_the_backward_are_stepped(
@@ -354,19 +275,3 @@ def test_a_tied_weight_that_is_frozen_on_one_stage_is_refused(answered: list[dic
     for text, goes_on in (answer["frozen_on_one_side"] for answer in answered):
         assert "'layers.0.weight' is trained on one stage and frozen on another, where it is 'layers.5.weight'" in text
         assert goes_on
-
-
-def test_a_weight_that_a_stage_shares_within_itself_is_one_after_meta(answered: list[dict[str, Any]]) -> None:
-    assert all(answer["tied_on_meta"] for answer in answered)
-
-
-def test_named_parameters_are_saved_as_one_process_does(answered: list[dict[str, Any]]) -> None:
-    layers = nn.ModuleList(make_layers(Case((2, 4), tied=True)))
-    expected = [f"layers.{name}" for name, _ in layers.named_parameters()]
-    for saved, own, _ in (answer["optimizers"] for answer in answered):
-        assert saved == expected
-        assert own != expected
-
-
-def test_parameters_in_another_order_than_the_layers_are_refused(answered: list[dict[str, Any]]) -> None:
-    assert ["in the order of the layers" in answer["optimizers"][2] for answer in answered] == [True, False] * 2

@@ -162,20 +162,6 @@ def attributes(mesh: DeviceMesh) -> list[float]:
     return apart
 
 
-def attribute_of_class(mesh: DeviceMesh) -> tuple[list[float], str]:
-    """A shape of an uncompared value: evaluation begins anew, training is refused and continues with the next batch."""
-    both = crops(mesh)
-    apart = [both.trained(), both.evaluated()]
-    Crop.kept_by_class = 3
-    with pytest.raises(StageError) as raised:
-        both.trained()
-    apart += [both.trained(), both.evaluated()]
-    Crop.kept_by_class = LENGTH
-    apart += [both.evaluated(), both.trained()]
-    both.model.close()
-    return apart, str(raised.value)
-
-
 def lengths_of_data(mesh: DeviceMesh) -> list[str]:
     """Each microbatch is cut to its longest sample."""
     torch.manual_seed(0)
@@ -192,22 +178,6 @@ def lengths_of_data(mesh: DeviceMesh) -> list[str]:
     assert both.evaluated() <= 1e6
     both.model.close()
     return said
-
-
-def number_of_forwards(mesh: DeviceMesh) -> list[int]:
-    both = crops(mesh, {0: "keep"})
-    layer, counts, forwards = both.net.layers[0], [], []
-    layer.register_forward_hook(lambda *_: forwards.append(1))
-    for keep in (6, 6, 3, 6):
-        before, calls = len(forwards), getattr(layer, "calls", 0)
-        if isinstance(layer, Crop):
-            both.model(both.x, target=both.target, keep=keep)
-            assert layer.calls - calls == 2, "the one more is taken back"
-        else:
-            both.model(both.x, target=both.target, keep=keep)
-        counts.append(len(forwards) - before)
-    both.model.close()
-    return counts
 
 
 def numbers_between_stages(mesh: DeviceMesh) -> tuple[list[float], list[Any]]:
@@ -406,9 +376,7 @@ def losses_with_parameters(mesh: DeviceMesh) -> tuple[str, float, list[str], str
 ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     numbers_of_forward,
     attributes,
-    attribute_of_class,
     lengths_of_data,
-    number_of_forwards,
     numbers_between_stages,
     gradient_of_a_scalar,
     outputs_of_the_last_layer,
@@ -434,17 +402,8 @@ def test_shapes_follow_numbers_that_layers_have(answered: list[dict[str, Any]]) 
 
 
 def test_shapes_that_change_with_anything_else_are_refused_on_all_stages(answered: list[dict[str, Any]]) -> None:
-    for apart, said in (answer["attribute_of_class"] for answer in answered):
-        assert max(apart) <= 1e-6
-        assert "layer 0 (Crop) is the last layer of its stage and returned [2, 3, 8] of float32" in said
-        assert "[2, 6, 8] of float32 in the microbatch that its schedule was made for" in said
     for said in (answer["lengths_of_data"] for answer in answered):
         assert all("layer 0 (Returns) is the last layer of its stage and returned [2, " in text for text in said)
-
-
-def test_a_batch_of_a_known_kind_has_one_forward_a_microbatch(answered: list[dict[str, Any]]) -> None:
-    """And one more where a schedule is made. A layer that counts its calls changes nothing about it."""
-    assert [answer["number_of_forwards"] for answer in answered] == [[3, 2, 3, 2]] * 2 + [[0] * 4] * 2
 
 
 def test_numbers_and_none_pass_between_stages(answered: list[dict[str, Any]]) -> None:
@@ -487,11 +446,3 @@ def test_parameters_of_a_loss_are_refused_if_they_are_trained(answered: list[dic
         assert apart <= 1e-6
         assert names == ["_loss.weight"]
         assert later.startswith("parameter '_loss.weight' is trained and is outside of the pipeline's layers")
-
-
-def test_one_process_trains_parameters_of_a_loss() -> None:
-    """There is one of each."""
-    net = Pipeline([nn.Linear(WIDTH, 3)], [1], loss=Weighted(is_frozen=False), microbatches=2)
-    net(torch.ones(4, WIDTH), target=torch.zeros(4, 3)).backward()
-    assert net._loss.weight.grad is not None
-    assert not dist.is_initialized()
