@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .support import chosen_collectives, odd_offsets, shared_fork_server
-from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
 from .support.tiers import mark_long, part
@@ -70,7 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     choice = chosen_collectives.Choice.of(config)
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
-    note_interpreters()
 
 
 def pytest_collection() -> None:
@@ -81,18 +79,6 @@ def pytest_collection_finish() -> None:
     # Modules and test items stay to the end, and each collection of garbage would walk through them.
     gc.enable()
     gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Before any fixture, those of a whole file as well, starts something."""
-    started.clear()
-
-
-@pytest.fixture(autouse=True)
-def who_starts_interpreters_says_so(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    assert_may_start(request.node)
 
 
 @pytest.fixture(autouse=True)

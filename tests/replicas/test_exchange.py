@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megastrategy import GradScaler
 from megastrategy.core import Collectives
 from megastrategy.core.sync.replica_facts import ReplicaFacts, check_facts
 from megastrategy.errors import (
-    BucketInFlightError,
     LayoutMismatchError,
     LossTokensError,
     MicrobatchMismatchError,
@@ -131,39 +128,6 @@ def test_a_step_that_overflows_in_one_replica_is_skipped_by_all() -> None:
     assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0]
 
 
-class UsedTwice(nn.Module):
-    """A layer whose gradient comes in two parts if it is used in two re-entrant checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.linspace(-1, 1, 64).view(8, 8))
-
-    def forward(self, inputs: Tensor, is_late: bool) -> Tensor:
-        hidden = self.first(inputs)
-        for _ in range(2):
-            hidden = checkpoint(self.layer, hidden, use_reentrant=True) if is_late else self.layer(hidden)
-        return hidden
-
-
-def test_gradients_that_come_late_are_rejected_by_all() -> None:
-    case = Case(num_epochs=1, num_batches=3, options={"bucket_size": 64})
-    rejected: list[int] = []
-
-    def step(run: Run, number: int, batch: Tensor) -> None:
-        try:
-            loss_of(run.model(batch, (number, run.slot) == (1, 1))).backward()
-        except BucketInFlightError:
-            rejected.append(run.slot)
-        else:
-            run.optimizer.step()
-
-    equal(outcomes_of(case, step, module=lambda slot: UsedTwice()))
-    assert sorted(rejected) == [0, 1]
-
-
 def test_losses_are_weighed_by_the_tokens_of_all_replicas() -> None:
     """As one replica would weigh them that had all samples in one batch."""
     case = Case("momentum", num_epochs=1)
@@ -186,23 +150,6 @@ def test_losses_are_weighed_by_the_tokens_of_all_replicas() -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_are_counted_on_after_a_vote_that_differed() -> None:
-    """The unit of the counts travels with the state, and what the late replica has counted is counted once."""
-    case = Case("momentum", num_epochs=1, num_batches=6)
-
-    def prepared(run: Run) -> None:
-        if run.slot == 1:
-            run.replicas.link.failing_votes = {3}  # type: ignore[attr-defined]
-
-    def step(run: Run, number: int, batch: Tensor) -> None:
-        kept = batch[: 1 + (number + 3 * run.slot) % 6]
-        run.model.weigh_by_tokens(loss_of(run.model(kept)), 1000 * len(kept)).backward()
-        run.optimizer.step()
-
-    _, second = equal(outcomes_of(case, step, prepared=prepared))
-    assert [has_part for *_, has_part in second["steps"]] == [True, True, False, True, True, True]
-
-
 def test_the_row_of_most_members_counts_and_at_a_tie_that_of_the_first() -> None:
     """Two lines of steps of one length: the smaller one ends."""
     one, other = (ReplicaFacts(history, bytes(8), bytes(8), 3) for history in (b"one line", b"another."))
@@ -212,6 +159,22 @@ def test_the_row_of_most_members_counts_and_at_a_tie_that_of_the_first() -> None
     check_facts([one, other], 0, 0)
     with pytest.raises(ReplicaMismatchError):
         check_facts([one, other], 1, 1)
+
+
+def test_histories_name_the_members_of_each_step() -> None:
+    """Replicas that made the same steps in two groups do not take each other's part: see the test above."""
+    histories: dict[int, set[bytes]] = {}
+
+    def step(run: Run, number: int, batch: Tensor) -> None:
+        loss_of(run.model(batch)).backward()
+        run.optimizer.step()
+
+    for num_replicas in (1, 2):
+        runs: list[Run] = []
+        outcomes_of(Case(of=num_replicas, num_epochs=1), step, prepared=runs.append)
+        histories[num_replicas] = {run.replicas._history for run in runs}
+    assert len(histories[1]) == len(histories[2]) == 1
+    assert histories[1] != histories[2]
 
 
 def test_losses_counted_by_one_replica_alone_are_rejected_by_both() -> None:
@@ -324,30 +287,6 @@ def test_a_replica_whose_loader_is_shorter_ends_with_an_error(num_epochs: int, s
     assert len(outcomes[1 - short]) == 4 * num_epochs
 
 
-def test_a_replica_whose_loader_is_shorter_does_not_come_to_its_end_when_it_comes_back() -> None:
-    """It joins where its own loader has ended. Taken for complete, it would have ended the others' job."""
-    case, has_joined = Case(num_epochs=1), threading.Event()
-    batches = {0: 60 * case.batches(0, 0, 0)[:1], 1: case.batches(0, 1, 0)[:3]}
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        ends = []
-        for life in range(slot + 1):
-            run = prepare(case, slot, rank, address, collectives)
-            with contextlib.closing(run.replicas), contextlib.suppress(ReplicaMismatchError):
-                for _ in run.replicas.epochs(1):
-                    if life == 1:
-                        has_joined.set()
-                    for batch in run.replicas.batches(batches[slot]):
-                        run.train_on(batch)
-                        if run.replicas.batch >= 3 and not has_joined.is_set():
-                            time.sleep(0.1)  # for the other one to come back meanwhile
-                ends.append(life)
-        return ends
-
-    assert [by_rank[0] for by_rank in run_replicas(case, job)] == [[0], []]
-    assert has_joined.is_set()
-
-
 def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     case = Case(num_epochs=2)
 
@@ -361,23 +300,6 @@ def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:
     found = equal(outcomes_of(case, step, prepared=runs.append))
     assert all(len(each["steps"]) == case.num_batches + 2 for each in found)
     assert [(run.replicas.epoch, run.replicas.batch) for run in runs] == [(1, 2), (1, 2)], "where to go on"
-
-
-def test_a_loop_that_is_left_after_a_stop_has_the_place_of_the_next_batch() -> None:
-    case = Case(of=1, num_epochs=2)
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        run = prepare(case, slot, rank, address, collectives)
-        for epoch in run.replicas.epochs(2):
-            for batch in run.replicas.batches(case.batches(epoch, slot, rank)):
-                if (epoch, run.replicas.batch) == (1, 1):
-                    run.replicas.stop()
-                run.train_on(batch)
-                if run.replicas.should_stop:
-                    break
-        return run.replicas.epoch, run.replicas.batch
-
-    assert results(run_replicas(case, job)) == [[(1, 2)]]
 
 
 def test_a_vote_that_differs_is_adopted_and_a_schedule_steps_once() -> None:

@@ -54,14 +54,6 @@ def test_the_first_rank_of_the_leader_is_killed(case: Case, tmp_path: Path) -> N
     assert steps[1, 9] == (0, 1)
 
 
-def test_replicas_are_killed_one_after_the_other(tmp_path: Path) -> None:
-    """Also one that has just come back, in the step in which it takes the state of the other; and then the other."""
-    case = Case(num_epochs=3, num_batches=10)
-    kills = [Kill(1, 0, "before vote"), Kill(1, 0, "after meeting", step=1, life=1), Kill(0, 0, "after vote", step=20)]
-    steps = check(case, kills, tmp_path)
-    assert {(0,), (1,), (0, 1)} <= set(steps.values())
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_while_it_takes_the_state_of_another_replica(rank: int, tmp_path: Path) -> None:

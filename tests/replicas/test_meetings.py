@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from megastrategy.core import Collectives, Replicas
+from megastrategy.core import Collectives
 from tests.support.patience import HANG_S
-from tests.support.replica_processes import Place, run_with_kills
 from tests.support.replicas import (
-    PATIENCE_S,
     Case,
-    Hook,
-    HookedLink,
     Run,
     assert_equal,
     assert_together,
@@ -26,35 +21,6 @@ from tests.support.replicas import (
     results,
     run_replicas,
 )
-
-from .test_several_optimizers import Loop
-
-POINTS = {"before meeting", "after meeting", "before meeting again", "after meeting again", "question", "after vote"}
-
-
-def logged(case: Case, *, has_two_windows: bool) -> list[list[str]]:
-    """Returns the points of each rank, from its first vote on."""
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> list[str]:
-        points: list[str] = []
-        hook = points.append
-        if has_two_windows:
-            replicas = Replicas(HookedLink(slot, address, hook), of=case.of, slot=slot, patience_s=PATIENCE_S)
-            Loop(case, slot, rank, replicas, collectives, zeroes=False).train()
-        else:
-            prepare(case, slot, rank, address, collectives, hook).train()
-        return [point for point in points[points.index("after vote") :] if point in POINTS]
-
-    return [points for by_rank in results(run_replicas(case, job)) for points in by_rank]
-
-
-@pytest.mark.parametrize("has_two_windows", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_only_the_first_meeting_asks_the_lighthouse(ranks: int, has_two_windows: bool) -> None:
-    case = Case(ranks=ranks)
-    num_windows = case.num_epochs * case.num_batches * (1 + has_two_windows)
-    for points in logged(case, has_two_windows=has_two_windows):
-        assert points == ["after vote", "before meeting", "after meeting"] * num_windows
 
 
 def test_all_ranks_of_a_replica_meet_again_if_one_misses_a_member() -> None:
@@ -142,53 +108,6 @@ def test_two_of_three_meet_again_if_a_decision_between_two_steps_failed_in_one(r
     for mine, theirs in zip(first, second, strict=True):
         assert_equal(mine, theirs)
         assert mine["steps"] == theirs["steps"] == [(0, number, (0, 1), True) for number in range(case.num_batches)]
-
-
-def test_two_of_three_keep_their_group_after_a_vote_that_failed_once() -> None:
-    """Each of their meetings asks the lighthouse, which makes a new group as long as a failure is reported."""
-    case = Case(of=3, num_epochs=1, num_batches=8)
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        numbers = list[int]()
-        run = prepare(case, slot, rank, address, collectives)
-        run.replicas.link.failing_votes = {3} if slot == 1 else ()  # type: ignore[attr-defined]
-        if slot == 2:
-            run.replicas.begin_batch()
-            run.replicas.finish()
-        else:
-            run.train(lambda run: numbers.append(run.replicas.link.number))
-        return numbers
-
-    for numbers in [by_rank[0] for by_rank in results(run_replicas(case, job))][:2]:
-        assert numbers[-1] > numbers[0], "the vote failed"
-        assert len(set(numbers[-4:])) == 1
-
-
-def leave_in_the_midst(place: Place, hook: Hook) -> Any:
-    """Replica 0 breaks out of its loop."""
-    points: list[str] = []
-
-    def hook_of_this(point: str) -> None:
-        hook(point)
-        points.append(point)
-
-    run = prepare(place.case, place.slot, place.rank, place.address, None, hook_of_this)
-    for batch in run.replicas.batches(place.case.batches(0, place.slot, place.rank)):
-        run.train_on(batch)
-        if place.slot == 0 and len(run.steps) == 3:
-            break
-    run.replicas.close()
-    return run.outcome() | {"points": [point for point in points if point in POINTS]}
-
-
-def test_a_replica_that_leaves_does_not_wait_and_the_other_one_asks_the_lighthouse(tmp_path: Path) -> None:
-    case = Case(num_epochs=1, num_batches=5)
-    found = run_with_kills(case, [], tmp_path, train=leave_in_the_midst)
-    assert [members for _, _, members, _ in found[1][0]["steps"]] == [(0, 1)] * 3 + [(1,)] * 2
-    assert len(found[0][0]["steps"]) == 3
-    alone = ["before meeting", "question", "after meeting"]
-    expected = ["after vote", "before meeting", *alone, *["after vote", *alone] * 2]
-    assert found[1][0]["points"][-len(expected) :] == expected
 
 
 class LeftError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import re
@@ -14,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megastrategy._replicas import start_lighthouse
-from megastrategy.core import Collectives, SingleRankCollectives
+from megastrategy.core import Collectives
 from megastrategy.errors import ReplicaMismatchError
 from tests.support.patience import HANG_S
 from tests.support.replicas import (
-    HEARTBEAT_S,
-    SKEW_S,
     Case,
     Run,
     assert_equal,
@@ -175,34 +171,6 @@ def test_a_replica_with_other_weights_and_more_steps_of_its_own_takes_those_of_t
         assert mine["steps"][-1][2] == (0, 1)
 
 
-def test_a_replica_that_has_not_joined_delays_no_other() -> None:
-    """One that was started again imports and compiles for long. Others would wait for one that beats."""
-    case = Case(num_epochs=2, num_batches=10)
-    has_gone_on, is_coming = threading.Event(), threading.Event()
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        run = prepare(case, slot, rank, address, collectives)
-        if slot == 1:  # it has begun with the other one, and ended
-            run.replicas.begin_batch()
-            run.replicas.close()
-            run = prepare(case, slot, rank, address, collectives, lambda point: is_coming.set())
-            assert has_gone_on.wait(SKEW_S / 2), "the other one waited for this one, at most so long"
-
-        def on_step(run: Run) -> None:
-            if slot == 0 and len(run.steps) == 3:
-                assert run.replicas.members == (0,)
-                has_gone_on.set()
-                assert is_coming.wait(HANG_S)
-                time.sleep(0.2)
-
-        run.train(on_step)
-        return run.outcome()
-
-    [[first], [second]] = results(run_replicas(case, job))
-    assert_equal(first, second)
-    assert second["steps"][-1][2] == (0, 1)
-
-
 ALREADY = r"slot=0 \(REPLICA_GROUP_ID\): another process is this replica already"
 
 
@@ -223,35 +191,6 @@ def test_of_two_processes_that_begin_in_one_slot_one_ends() -> None:
     found = results(run_replicas(case, job))
     [error] = errors
     assert re.match(ALREADY, error)
-    assert_together(case, found)
-
-
-def test_a_process_that_joins_in_the_slot_of_another_one_ends() -> None:
-    case, is_coming = Case(num_batches=10), threading.Event()
-
-    def join(rank: int, address: str) -> None:
-        run = prepare(case, 0, rank, address, SingleRankCollectives(), lambda point: is_coming.set())
-        with pytest.raises(ReplicaMismatchError, match=ALREADY):
-            run.train()
-
-    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-        third = threading.Thread(target=join, args=(rank, address))
-
-        def on_step(run: Run) -> None:
-            if len(run.steps) == 3:
-                if slot == 1:
-                    third.start()
-                assert is_coming.wait(HANG_S)
-                time.sleep(0.2)
-                run.replicas.link.fail()  # type: ignore[attr-defined] # otherwise no replica would ask the lighthouse
-
-        run = prepare(case, slot, rank, address, collectives)
-        run.train(on_step)
-        if slot == 1:
-            third.join(HANG_S)
-        return run.outcome()
-
-    found = results(run_replicas(case, job))
     assert_together(case, found)
 
 
@@ -289,93 +228,3 @@ def test_all_replicas_resume_from_a_checkpoint_of_one() -> None:
         for mine, theirs in zip(expected[slot], found[slot], strict=True):
             assert_equal(mine, theirs)
             assert mine["steps"][case.num_batches :] == theirs["steps"]
-
-
-class Forwarder:
-    """A port whose connections go to another one, which may change: then the present ones end."""
-
-    def __init__(self, target: int) -> None:
-        self._target, self._server, self._open = target, socket.create_server(("localhost", 0)), list[socket.socket]()
-        self.address = f"http://localhost:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def switch(self, target: int) -> None:
-        self._target = target
-        self._end(*self._open)
-        self._open.clear()
-
-    def close(self) -> None:
-        self._end(self._server, *self._open)
-
-    @staticmethod
-    def _end(*sockets: socket.socket) -> None:
-        for each in sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError), self._server:
-            while True:
-                ours, theirs = self._server.accept()[0], socket.create_connection(("localhost", self._target))
-                self._open += [ours, theirs]
-                for source, sink in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _copy(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError), source:
-            while data := source.recv(2**16):
-                sink.sendall(data)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-
-class Lighthouse:
-    """A lighthouse that makes no group of fewer than ``minimum`` replicas."""
-
-    def __init__(self, minimum: int) -> None:
-        self._server = start_lighthouse("[::]:0", heartbeat_s=HEARTBEAT_S, skew_s=SKEW_S, minimum=minimum)
-        self.port = int(self._server.address().rpartition(":")[2])
-
-    def close(self) -> None:
-        self._server.shutdown()
-
-
-def test_two_groups_that_made_equally_many_steps_are_found() -> None:
-    """For three steps each replica has a lighthouse of its own; torchft compares numbers of steps only."""
-    case = Case("momentum", num_epochs=1, num_batches=10)
-    with contextlib.ExitStack() as stack:
-        both, *own = (
-            stack.enter_context(contextlib.closing(Lighthouse(minimum))).port  # the common one makes no group of one
-            for minimum in (2, 1, 1)
-        )
-
-        def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
-            forwarder, num_votes = stack.enter_context(contextlib.closing(Forwarder(both))), 0
-
-            def hook(point: str) -> None:
-                nonlocal num_votes
-                num_votes += point == "after vote"
-                link: Any = run.replicas.link
-                if (point, num_votes) == ("before meeting", 3) and len(run.replicas.members) == 2:
-                    forwarder.switch(own[slot])
-                    link.fail()
-                if (point, num_votes) == ("before meeting", 6):
-                    # As after a failed vote: groups get new numbers, which lighthouses have in common otherwise.
-                    link._manager._commit_failures += 1
-                    forwarder.switch(both)
-                if (point, num_votes) == ("before meeting again", 7):
-                    forwarder.switch(own[slot])
-
-            run = prepare(case, slot, rank, forwarder.address, collectives, hook)
-            try:
-                run.train()
-            except ReplicaMismatchError as error:
-                return run.steps, str(error)
-            return run.steps, ""
-
-        (first, none), (second, error) = (by_rank[0] for by_rank in results(run_replicas(case, job)))
-    assert [members for _, _, members, _ in first] == 3 * [(0, 1)] + 7 * [(0,)]
-    assert [members for _, _, members, _ in second] == 3 * [(0, 1)] + 3 * [(1,)]
-    assert none == ""
-    assert "replica 1 of 2 that train together: its steps so far are not those of the others" in error

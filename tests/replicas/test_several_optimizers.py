@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
 from megastrategy.core import Collectives, Replicas
-from tests.support.replica_loops import replicas_at
-from tests.support.replica_processes import Kill, Place, logged_steps, run_with_kills
+from tests.support.replica_processes import Kill, logged_steps, run_with_kills
 from tests.support.replica_trainer import Fit, Log, Module
 from tests.support.replicas import (
     OPTIMIZERS,
     PATIENCE_S,
     Case,
-    Hook,
     HookedLink,
     assert_equal,
     loss_of,
@@ -200,21 +198,6 @@ class Adversarial(Module):
 
     def configure_optimizers(self) -> Any:
         return self.module.optimizers_of()
-
-
-POINTS = ("before meeting", "before sum 0", "after sum 0", "before vote", "after vote", "after step")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("step", [5, 6], ids=("first", "second"))
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kill_in_the_window_of_either_optimizer(point: str, ranks: int, step: int, tmp_path: Path) -> None:
-    case = Case(ranks=ranks, num_batches=10)
-    found = run_with_kills(case, [Kill(1, ranks - 1, point, step)], tmp_path, train=loop_of)
-    steps = check(case, found, logged_steps(tmp_path))
-    assert (0,) in steps.values(), "the other one went on alone"
-    assert steps[1, 19] == (0, 1), "it came back"
 
 
 @pytest.mark.sample(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megastrategy import Replicas
 from megastrategy.data import ResumableSampler
-from megastrategy.lightning import MegatronDDPStrategy, SaveOnStop, _CheckpointIO
+from megastrategy.lightning import MegatronDDPStrategy, SaveOnStop
 from tests.support.replica_processes import Kill, logged_steps, run_with_kills
 from tests.support.replica_trainer import Batches, Fit, Module
 from tests.support.replicas import OPTIMIZERS, Case, assert_equal, members_by_step
@@ -79,35 +78,6 @@ def test_a_replica_that_was_stopped_ends_and_comes_back(tmp_path: Path) -> None:
     steps = check(case, kills, tmp_path, train=Fit(), skew_s=5.0)
     assert (0,) in steps.values()
     assert steps[1, 7] == (0, 1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [[], [Kill(0, 0, "before vote", step=3)]], ids=("none", "one"))
-def test_a_single_replica_trains_and_begins_anew_when_it_was_killed(kills: list[Kill], tmp_path: Path) -> None:
-    steps = check(Case(of=1, num_epochs=1), kills, tmp_path, train=Fit())
-    assert set(steps.values()) == {(0,)}
-    assert (tmp_path / "ready-0-0-1").exists() == bool(kills)
-
-
-@pytest.mark.long
-def test_one_of_three_is_killed(tmp_path: Path) -> None:
-    case = Case(of=3, num_epochs=1, num_batches=16)
-    found = run_with_kills(case, [Kill(1, 0, "after sum 0", step=4)], tmp_path, train=Fit())
-    for other in found[1:]:
-        assert_equal(found[0][0], other[0])
-    steps = members_by_step(logged_steps(tmp_path))
-    assert (0, 2) in steps.values()
-    assert steps[0, 15] == (0, 1, 2)
-
-
-@pytest.mark.long
-def test_all_replicas_stop_when_the_leaders_time_is_over(tmp_path: Path) -> None:
-    """Their clocks begin at different moments."""
-    case = Case(num_epochs=10_000, num_batches=4)
-    fit = Fit(waits=False, options={"max_time": {"seconds": 5}})
-    one, other = (by_rank[0] for by_rank in run_with_kills(case, [], tmp_path, train=fit))
-    assert_equal(one, other)
-    assert 0 < one["counters"][1] == other["counters"][1] < 40_000
 
 
 # --- loops, schedules, callbacks -------------------------------------------------------------------------------------
@@ -180,175 +150,7 @@ def test_all_replicas_stop_if_one_does(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
-class Missing(pl.Callback):
-    """Lets replica 0 miss the decision that comes next, once the others have it."""
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        replicas = trainer.strategy.replicas
-        if trainer.current_epoch != 1 or module.slot != 0:
-            return
-        max_of_bytes = replicas.max_of_bytes
-
-        def miss(numbers: bytes) -> None:
-            replicas.max_of_bytes = max_of_bytes
-            assert max_of_bytes(numbers) is not None
-            replicas.link._drop_group()
-
-        replicas.max_of_bytes = miss
-
-
-class StoppingByItself(pl.Callback):
-    """As a callback that does not ask the others."""
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        if trainer.current_epoch == 1 and module.slot == 1 and not (module.folder / "ready-1-0-1").exists():
-            trainer.should_stop = True
-
-
-class StoppingOnce(Module):
-    """The monitored value of replica 1 does not improve, until it has come back."""
-
-    def validation_step(self, batch: Tensor) -> None:
-        improves = self.slot == 0 or (self.folder / "ready-1-0-1").exists()
-        self.log("val_loss", -float(self.trainer.global_step) if improves else 1.0)
-
-
-def missing_a_stop(folder: Path) -> list[pl.Callback]:
-    return [Missing(), EarlyStopping("val_loss", patience=1)]
-
-
-def stopping_by_itself(folder: Path) -> list[pl.Callback]:
-    return [StoppingByItself()]
-
-
-@pytest.mark.parametrize(
-    "callbacks",
-    [pytest.param(missing_a_stop, marks=pytest.mark.long), stopping_by_itself],
-    ids=lambda made: made.__name__,
-)
-def test_a_replica_that_has_stopped_alone_comes_back(callbacks: Any, tmp_path: Path) -> None:
-    """The other one finds it at its next batch, and does not train on as if it had been killed."""
-    case = Case(num_epochs=4, num_batches=4)
-    may_end = [Kill(1, 0, "never")]
-    found = run_with_kills(case, may_end, tmp_path, train=Fit(StoppingOnce, callbacks, waits=True))
-    one, other = found[0][0], found[1][0]
-    assert_equal(one, other)
-    assert one["counters"] == other["counters"] == (4, 16)
-    assert (tmp_path / "ready-1-0-1").exists(), "it ended with an error"
-    assert members_by_step(logged_steps(tmp_path))[3, 3] == (0, 1)
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-class EndingIO(_CheckpointIO):
-    """Ends replica 0, once, when its file number ``ends_at`` is complete and has not got its name."""
-
-    def __init__(self, ends_at: int) -> None:
-        super().__init__()
-        self.ends_at, self.num_files = ends_at, 0
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.num_files += 1
-        mark = Path(path).parents[1] / "ended"
-        if (os.environ["REPLICA_GROUP_ID"], self.num_files) == ("0", self.ends_at) and not mark.exists():
-            mark.touch()
-            os.replace = os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        super().save_checkpoint(checkpoint, path, storage_options)
-        with (Path(path).parents[1] / "written").open("a") as file:
-            file.write(f"{Path(path).name} {checkpoint['global_step']}\n")
-
-
-class LastOne(pl.Callback):
-    """Writes down the step of the last file, at the batches before which it has to be complete."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        if trainer.global_step in (4, 8, 12):
-            step = torch.load(self.folder / "saved" / "last.ckpt", weights_only=False)["global_step"]
-            with (self.folder / "last-ones").open("a") as file:
-                file.write(f"{trainer.global_step} {step}\n")
-
-
-def saving(folder: Path, save_last: Any = None) -> list[pl.Callback]:
-    return [ModelCheckpoint(folder / "saved", every_n_train_steps=4, save_top_k=-1, save_last=save_last)]
-
-
-def saving_last(folder: Path) -> list[pl.Callback]:
-    return [*saving(folder, save_last=True), LastOne(folder)]
-
-
-def linking_last(folder: Path) -> list[pl.Callback]:
-    return [*saving(folder, save_last="link"), LastOne(folder)]
-
-
-@pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
-@pytest.mark.parametrize(
-    ("ranks", "callbacks", "ends_at"),
-    [pytest.param(1, saving_last, 3, marks=pytest.mark.long), (2, linking_last, 2)],
-)
-def test_the_next_leader_writes_the_files_that_the_last_one_left(
-    ranks: int, callbacks: Any, ends_at: int, tmp_path: Path
-) -> None:
-    """They are those of step 8: the last one is there, from step 4."""
-    case = Case(ranks=ranks, num_epochs=2, num_batches=8)
-    fit = Fit(callbacks=callbacks, options={"plugins": [EndingIO(ends_at)]})
-    found = run_with_kills(case, [Kill(0, 0, "in EndingIO")], tmp_path, train=fit)
-    assert (tmp_path / "ended").exists()
-    for mine, theirs in zip(found[0], found[1], strict=True):
-        assert_equal(mine, theirs)
-    files = (tmp_path / "saved").glob("epoch*.ckpt")
-    saved = {torch.load(path, weights_only=False)["global_step"]: path for path in files}
-    assert sorted(saved) == [4, 8, 12, 16]
-    written = (tmp_path / "written").read_text().splitlines()
-    assert len(set(written)) == len(written), "one replica wrote each"
-    last_ones = [line.split() for line in (tmp_path / "last-ones").read_text().splitlines()]
-    assert {step for step, _ in last_ones} == {"4", "8", "12"}
-    assert all(step == last for step, last in last_ones), last_ones
-    assert {path.name for path in saved.values()} == {f"epoch={(n - 1) // 8}-step={n}.ckpt" for n in saved}
-    for weight, expected in zip(found[0][0]["weights"], _fit_plainly(saved[16]).parameters(), strict=True):
-        assert torch.equal(weight, expected), "a plain Trainer has nothing left to do with the last one"
-    _fit_plainly(saved[4])
-
-
-def saving_the_monitored(folder: Path) -> list[pl.Callback]:
-    return [ModelCheckpoint(folder / "saved", "{step}", monitor="val_loss", save_top_k=-1)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("slot", [0, 1])
-def test_a_kill_in_a_validation_after_which_the_leader_saves(slot: int, tmp_path: Path) -> None:
-    """If it is the leader's, the next one writes the file of that validation."""
-    case = Case(num_epochs=2, num_batches=10)
-    fit = Fit(callbacks=saving_the_monitored, options={"val_check_interval": 0.5})
-    steps = check(case, [Kill(slot, 0, "validating", step=6)], tmp_path, train=fit)
-    assert steps[1, 9] == (0, 1)
-    assert steps[0, 5] == (1 - slot,)
-    saved = {path.name: torch.load(path, weights_only=False) for path in (tmp_path / "saved").iterdir()}
-    assert {name: each["global_step"] for name, each in saved.items()} == {f"step={n}.ckpt": n for n in (5, 10, 15, 20)}
-
-
-def _fit_plainly(path: Path) -> Module:
-    """Goes on from a checkpoint without replicas, under "auto"."""
-    module = Module(Case(num_epochs=2, num_batches=8), 0, 0)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=saving(path.parents[1]))
-    trainer.fit(module, ckpt_path=path)
-    assert trainer.global_step == 16
-    return module
-
-
-@pytest.mark.filterwarnings("ignore")  # the plain Trainer's advice
-def test_a_file_that_is_further_does_not_overwrite_the_others(tmp_path: Path) -> None:
-    """Lightning restores it, and the state of the replicas that train comes after."""
-    case = Case(num_epochs=2, num_batches=10)
-    module = Module(case, 0, 0)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False)
-    trainer.fit(module)
-    trainer.save_checkpoint(tmp_path / "old.ckpt")
-    steps = check(case, [Kill(1, 0, "before sum 0")], tmp_path, train=Fit(ckpt_path=tmp_path / "old.ckpt"))
-    assert steps[1, 9] == (0, 1)
 
 
 def stop_saving(folder: Path) -> list[pl.Callback]:

@@ -387,18 +387,3 @@ def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_tim
         optimizer.step()
 
     run_ranks(2, run)
-
-
-def test_the_table_at_the_start_names_owners_and_what_is_too_large() -> None:
-    def run(rank: int, group: ProcessGroup) -> list[str]:
-        lines: list[str] = []
-        module, model = model_on(group)
-        optimizer = DistributedOptimizer(optimizers.LambWithMoments(module.parameters(), lr=0.02), model)
-        model.engine.announce(lines.append)
-        assert optimizer.is_sharded
-        return lines
-
-    said = run_ranks(4, run)[0][0]
-    assert "4 parameter(s), 601 elements, are stepped whole" in said
-    assert f"the fullest rank has {330 / (601 / 4) - 1:+.0%}" in said
-    assert "'0.weight' alone has 330 of them" in said

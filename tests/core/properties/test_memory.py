@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.layout.build import build_layout
-from megastrategy.core.layout.memory import describe_setup, memory_use, memory_use_of_ddp
+from megastrategy.core.layout.memory import memory_use
 from megastrategy.core.layout.owners import Owners
 from megastrategy.core.module.module_checks import param_spec
 from tests.support.held_tensors import tensors_in
-from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks, with_instances
 
@@ -107,16 +105,6 @@ def test_tensors_held_equal_the_formula_to_the_byte(
     )
 
 
-def test_one_rank_is_not_told_that_anything_is_sent() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(wide(torch.float32), DistributedDataParallelConfig(bucket_size=5000), group)
-        first, second, *_ = describe_setup(model.layout, rank, True, 2).splitlines()
-        assert first == "megatron_ddp on 1 rank(s): nothing is sent, nothing is sharded"
-        assert second.endswith(" in all, of float32")
-
-    run_ranks(1, run)
-
-
 def test_nothing_else_is_alive() -> None:
     """All tensors of the process, not only those we know of: params + grads + state, and 4 bytes a step counter."""
 
@@ -137,32 +125,6 @@ def test_nothing_else_is_alive() -> None:
         assert bytes_of(alive) == use.total_bytes + 4 * counters
 
     run_ranks(1, run)
-
-
-def test_table_of_torch_ddp() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        layout = DistributedDataParallel(two_layers(), process_group=group).layout
-        numel = sum(param.numel() for param in two_layers().parameters())
-        assert memory_use_of_ddp(layout, 2).total_bytes == 16 * numel
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_rounded_wires_cost_is_what_the_page_says(size: int) -> None:
-    def run(rank: int, group: ProcessGroup) -> float:
-        module = nn.Linear(1024, 256)
-        config = DistributedDataParallelConfig(grad_wire_dtype="bf16")
-        model = DistributedDataParallel(module, config, group)
-        use = memory_use(model.layout, rank, state_tensors=2)
-        return (use.param_bytes + use.grad_bytes + use.state_bytes) / sum(
-            param.numel() for param in module.parameters()
-        )
-
-    per_rank = run_ranks(size, run)
-    assert sum(per_rank) / size == pytest.approx(4 + 4 + 8 / size + 4 / size, rel=0.01)
-    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
-    assert "| fp32, `grad_wire_dtype` | 4 + 4 + 8/d, and 4/d (" in page
 
 
 def bytes_received() -> dict[int, int]:

@@ -390,10 +390,6 @@ BEYOND = [
         f"{_TESTS}::test_an_unfrozen_backbone_is_synchronised",
     ),
     Beyond(
-        "BatchSizeFinder's recovery from an error in backward (once past Lightning's refusal on several ranks)",
-        f"{_TESTS}::test_the_batch_size_finder_recovers_from_an_error_in_the_middle_of_backward",
-    ),
-    Beyond(
         "a `manual_backward` that ran out of memory, tried again in the same training_step",
         f"{_TESTS}::test_a_backward_that_failed_may_be_tried_again_within_a_training_step",
     ),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 import sys
 from pathlib import Path
-from typing import Any, ForwardRef, Literal, get_args, get_type_hints
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +14,6 @@ from lightning.pytorch.cli import LightningCLI
 
 import megastrategy
 from megastrategy import DistributedDataParallelConfig, MegatronDDPStrategy
-from megastrategy_autoload import DOORS
 
 from ..fits import AwkwardModule, assert_same_tensors, loader, weights_of
 from ..rank_processes import Ranks
@@ -25,12 +22,6 @@ from ..rank_processes import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CLASS = "megastrategy.MegatronDDPStrategy"
-TORCH_DDP_ARGUMENTS = {
-    "bucket_cap_mb": None,
-    "gradient_as_bucket_view": True,
-    "ddp_comm_hook": None,
-    "ddp_comm_wrapper": None,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -154,50 +145,3 @@ def test_it_fits_as_ddp_does(ranks: Ranks) -> None:
 
 
 # --- the signature ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("door", DOORS.values())
-def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
-    """Every name, default and type: of the package's DDPStrategy where it has it, of the config's field otherwise."""
-    strategy = importlib.import_module(door).MegatronDDPStrategy
-    base = next(base for base in strategy.__mro__ if base.__name__ == "DDPStrategy")
-    theirs = inspect.signature(base).parameters
-    types = get_type_hints(base.__init__) | get_type_hints(DistributedDataParallelConfig)
-    for name in TORCH_DDP_ARGUMENTS:  # Lightning's have a bare Callable
-        types.pop(name, None)
-    fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
-
-    ours = inspect.signature(strategy).parameters
-    elsewhere = {"ddp_comm_state", "model_averaging_period", "kwargs", *TORCH_DDP_ARGUMENTS}  # refused, or behind ours
-    # under the names that FSDPStrategy and ModelParallelStrategy have for them
-    own: dict[str, Any] = {"state_dict_type": "full", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    own |= {"stage_order": None, "context_parallel_size": 1, "expert_parallel_size": 1}
-    own |= {"parallelize_fn": None, "replicas": None} if "fabric" in door else {"replicas": None}
-    assert list(ours) == [name for name in theirs if name not in elsewhere] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
-    expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
-    assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
-    hints = get_type_hints(strategy.__init__)
-    assert {name: hints[name] for name in ours if name in types} == {
-        name: types[name] for name in ours if name in types
-    }
-    assert hints["state_dict_type"] == Literal["full", "sharded"]
-    assert hints["bucket_cap_mb"] == float | None
-    assert hints["gradient_as_bucket_view"] is bool
-    for name, item in ours.items():
-        assert item.annotation == hints[name]
-        assert not any(isinstance(part, str | ForwardRef) for part in (item.annotation, *get_args(hints[name]))) or (
-            name in {"start_method", "state_dict_type", "grad_buffer"}  # of strings, all three
-        ), f"{name} cannot be resolved"
-
-
-@pytest.mark.parametrize("door", DOORS.values())
-def test_what_the_signature_says_can_be_passed(door: str) -> None:
-    """All defaults at once, as a command line does; beside them the one that changes; positions are DDPStrategy's."""
-    strategy = importlib.import_module(door).MegatronDDPStrategy
-    defaults = {name: item.default for name, item in inspect.signature(strategy).parameters.items()}
-    assert strategy(**defaults).config == DistributedDataParallelConfig()
-    assert strategy(**defaults | {"bucket_size": 8}).config == DistributedDataParallelConfig(bucket_size=8)
-    assert strategy(**defaults | {"bucket_cap_mb": 1}).config.bucket_size == 2**18
-    assert strategy(None, ["first"]).parallel_devices == ["first"]
-    with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
-        strategy(bucket_sise=8)
