@@ -160,19 +160,6 @@ def test_a_scaler_leaves_out_the_step_of_either_optimizer(overflows_in: int) -> 
     assert scales == [512.0, 512.0]
 
 
-def loop_of(place: Place, hook: Hook) -> Any:
-    loop = Loop(place.case, place.slot, place.rank, replicas_at(place, hook), None, zeroes=False)
-    with place.log() as log:
-
-        def on_step() -> None:
-            log(loop.steps[-1])
-            hook("after step")
-            if loop.steps[-1][1] % 2:
-                place.wait_for_others(loop.replicas)
-
-        return loop.train(on_step)
-
-
 class Adversarial(Module):
     """The same by a Trainer, in manual optimization."""
 
