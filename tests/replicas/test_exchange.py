@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +286,30 @@ def test_a_replica_whose_loader_is_shorter_ends_with_an_error(num_epochs: int, s
     assert isinstance(outcomes[short], ReplicaMismatchError)
     assert "has read all 3 batches of its loader, and that of another replica has 4" in str(outcomes[short])
     assert len(outcomes[1 - short]) == 4 * num_epochs
+
+
+def test_a_replica_whose_loader_is_shorter_does_not_come_to_its_end_when_it_comes_back() -> None:
+    """It joins where its own loader has ended. Taken for complete, it would have ended the others' job."""
+    case, has_joined = Case(num_epochs=1), threading.Event()
+    batches = {0: 60 * case.batches(0, 0, 0)[:1], 1: case.batches(0, 1, 0)[:3]}
+
+    def job(slot: int, rank: int, address: str, collectives: Collectives) -> Any:
+        ends = []
+        for life in range(slot + 1):
+            run = prepare(case, slot, rank, address, collectives)
+            with contextlib.closing(run.replicas), contextlib.suppress(ReplicaMismatchError):
+                for _ in run.replicas.epochs(1):
+                    if life == 1:
+                        has_joined.set()
+                    for batch in run.replicas.batches(batches[slot]):
+                        run.train_on(batch)
+                        if run.replicas.batch >= 3 and not has_joined.is_set():
+                            time.sleep(0.1)  # for the other one to come back meanwhile
+                ends.append(life)
+        return ends
+
+    assert [by_rank[0] for by_rank in run_replicas(case, job)] == [[0], []]
+    assert has_joined.is_set()
 
 
 def test_a_stop_of_one_replica_ends_all_after_the_same_batch() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
-import struct
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -13,58 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, ProcessGroup
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from benchmarks.counters import tcp_sockets
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import private_group
-from megastrategy.core.collectives import GlooCollectives, make_collectives
+from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.process_groups import destroy_group, part_of_group
 from tests.support.processes import run_processes
-from tests.support.ranks import gloo_group, run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-NUMEL = 2**21
-
-
-def traffic() -> dict[int, tuple[int, int]]:
-    """Bytes sent and received by every TCP socket of this process, by inode, from the kernel (struct tcp_info)."""
-    found: dict[int, tuple[int, int]] = {}
-    for handle in tcp_sockets():
-        info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-        (received,), (sent, sent_again) = struct.unpack_from("Q", info, 128), struct.unpack_from("2Q", info, 200)
-        found[os.fstat(handle.fileno()).st_ino] = sent - sent_again, received
-    return found
-
-
-def _reduce_and_gather() -> list[tuple[int, int]]:
-    group = private_group(None, CPU)
-    collectives = make_collectives(group, CPU)
-    collectives.all_gather(torch.zeros(2)).wait()  # connects, and agrees on tags
-    before = traffic()
-    tensor = torch.full((NUMEL,), 1.0 + group.rank())
-    collectives.reduce_scatter(tensor, 1.0).wait()
-    collectives.all_gather(tensor).wait()
-    assert torch.equal(tensor, torch.full((NUMEL,), 3.0))
-    after = traffic()
-    collectives.all_gather(torch.zeros(2)).wait()  # gloo closes what the other rank closes, who may not have looked yet
-    collectives.close()
-    destroy_group(group)
-    changes = [(after[i][0] - before.get(i, (0, 0))[0], after[i][1] - before.get(i, (0, 0))[1]) for i in after]
-    return [change for change in changes if max(change) > 2**16]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
-def test_two_ranks_send_over_one_connection_and_receive_over_another() -> None:
-    """If both used one, its reader and its writer would block each other, and keep a core busy."""
-    half = 4 * NUMEL  # of the tensor when it is reduced, and again when it is gathered
-    for busy in run_processes(2, _reduce_and_gather):
-        assert len(busy) == 2, busy
-        (sent, in_return), (answered, received) = sorted(busy, reverse=True)
-        assert half <= sent < 1.01 * half
-        assert half <= received < 1.01 * half
-        assert max(in_return, answered) < 0.01 * half
 
 
 def _describe_part() -> None:
@@ -82,23 +39,6 @@ def _describe_part() -> None:
 
 def test_a_group_of_two_ranks_equals_torchs_except_for_its_connections() -> None:
     run_processes(2, _describe_part)
-
-
-def test_two_ranks_reduce_and_gather_over_a_single_connection() -> None:
-    """User code made the connection by hand, and passes it."""
-
-    def run(rank: int, given: ProcessGroup) -> list[Tensor]:
-        group = gloo_group(PrefixStore("one", store), rank, 2, connections=1)
-        tensor = torch.arange(2.0**19) * (1 + rank)
-        collectives = GlooCollectives(group)
-        collectives.reduce_scatter(tensor, 0.5).wait()
-        collectives.all_gather(tensor).wait()
-        collectives.close()
-        return [tensor]
-
-    store = HashStore()
-    for (tensor,) in run_ranks(2, run):
-        assert torch.equal(tensor, torch.arange(2.0**19) * 1.5)
 
 
 def _under_debugging() -> None:

@@ -3,33 +3,27 @@ one process."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core import build_layout
 from megastrategy.errors import LayoutMismatchError
 from tests.support.experts import (
     Case,
-    Experts,
-    Model,
     Outcome,
     Trainee,
     assert_equal,
-    batch_of,
     expert_mesh,
     make_module,
     train_alone,
     train_each,
 )
 from tests.support.processes import run_processes
-from tests.support.tensor_parallel import whole
 from tests.support.tiers import cases_that_run
 
 RANKS = 4
@@ -192,102 +186,7 @@ def test_buckets_of_experts_move(names: list[str]) -> None:
         assert_equal([by_case[name] for by_case in found], train_alone(case, RANKS), 1e-6)
 
 
-def freeze(module: Model, trained: str) -> None:
-    for name, param in module.named_parameters():
-        param.requires_grad_(trained in name)
-
-
-PARTS = ("router", "up", "layers.1.down")
-
-
-def train_each_part() -> dict[str, Outcome]:
-    return {trained: train_a_part(trained) for trained in PARTS}
-
-
-def train_a_part(trained: str) -> Outcome:
-    case, mesh, module = Case(2, steps=4), expert_mesh(2), make_module(Case(2))
-    module.divide(mesh["ep"])
-    freeze(module, trained)
-    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
-    params = [param for param in module.parameters() if param.requires_grad]
-    trainee = Trainee(case, module, model, DistributedOptimizer(case.make_optimizer(params), model))
-    outcome = trainee.outcome(trainee.train(range(case.steps)))
-    model.close()
-    return outcome
-
-
-def train_a_part_alone(trained: str) -> Outcome:
-    case, module = Case(2, steps=4), make_module(Case(2))
-    freeze(module, trained)
-    params = [param for param in module.parameters() if param.requires_grad]
-    optimizer, norms = case.make_optimizer(params), []
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        for rank in range(RANKS):
-            (module.loss(*batch_of(rank, step, 0), module) / RANKS).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
-        optimizer.step()
-    weights = {name: param.detach() for name, param in module.named_parameters()}
-    return Outcome(weights, norms, optimizer.state_dict()["state"])
-
-
-def test_routers_or_experts_train_by_themselves() -> None:
-    ranks = run_processes(RANKS, train_each_part)
-    for trained in PARTS:
-        assert_equal([by_part[trained] for by_part in ranks], train_a_part_alone(trained), 1e-6)
-
-
 # --- buffers ---------------------------------------------------------------------------------------------------------
-
-
-def balance(layer: Experts, counts: Tensor) -> None:
-    """A router's bias of its own rule: experts with many tokens get fewer."""
-    layer.bias -= 0.05 * (counts.float() - counts.float().mean()).sign()
-
-
-def train_with_balanced_routers(case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    trainee = Trainee.make(case)
-    layer = trainee.module.layers[0]
-    assert isinstance(layer, Experts)
-    for step in range(5):
-        trainee.optimizer.zero_grad()
-        counts = torch.zeros(case.num_experts)
-        for number in range(case.microbatches):
-            with contextlib.nullcontext() if number == case.microbatches - 1 else trainee.model.no_sync():
-                x, y = batch_of(dist.get_rank(), step, number)
-                (trainee.module.loss(x, y, trainee.model) / case.microbatches).backward()
-            counts += layer.counts
-        trainee.optimizer.clip_grad_norm_(0.5)
-        trainee.optimizer.step()
-        dist.all_reduce(counts)
-        balance(layer, counts)
-    trainee.model.finish_param_gather()
-    found = {name: whole(param) for name, param in trainee.module.named_parameters()}, layer.bias.clone()
-    trainee.model.close()
-    return found
-
-
-def test_a_router_whose_bias_follows_the_load_of_all_ranks_is_that_of_one_process() -> None:
-    case = Case(2, microbatches=2)
-    module = make_module(case)
-    layer = module.layers[0]
-    assert isinstance(layer, Experts)
-    optimizer = case.make_optimizer(module.parameters())
-    for step in range(5):
-        optimizer.zero_grad()
-        counts = torch.zeros(case.num_experts)
-        for number in range(case.microbatches):
-            for rank in range(RANKS):
-                (module.loss(*batch_of(rank, step, number), module) / RANKS / case.microbatches).backward()
-                counts += layer.counts
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        balance(layer, counts)
-    weights = {name: param.detach() for name, param in module.named_parameters()}
-    assert layer.bias.abs().sum() > 0.1, "the load was not even"
-    for found, bias in run_processes(RANKS, train_with_balanced_routers, case):
-        torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
-        assert torch.equal(bias, layer.bias)
 
 
 def wrap_local_buffers() -> str:
@@ -308,59 +207,6 @@ def test_a_buffer_with_an_entry_for_each_uneven_local_expert_is_refused_by_name(
 
 
 # --- modules that are moved ------------------------------------------------------------------------------------------
-
-
-def to_same(model: Any) -> None:
-    model.to("cpu")
-
-
-def to_other_memory(model: Any) -> None:
-    model._apply(torch.clone)  # as Module.to moves a model to another device
-
-
-def train_moved(move: Callable[[Any], None], case: Case) -> Outcome:
-    """Moves the module before the first step, and between two microbatches of the last."""
-    trainee, norms = Trainee.make(case), list[float]()
-    for step in range(case.steps):
-        trainee.optimizer.zero_grad()
-        for number in range(2):
-            if (step, number) in ((0, 0), (case.steps - 1, 1)):
-                move(trainee.model)
-            with contextlib.nullcontext() if number == 1 else trainee.model.no_sync():
-                x, y = batch_of(dist.get_rank(), step, number)
-                (trainee.module.loss(x, y, trainee.model) / 2).backward()
-        norms.append(float(trainee.optimizer.clip_grad_norm_(0.5)))
-        trainee.optimizer.step()
-    trainee.model.finish_param_gather()
-    outcome = trainee.outcome(norms)
-    trainee.model.close()
-    return outcome
-
-
-def train_each_moved(cases: Sequence[Case]) -> list[list[Outcome]]:
-    return [[train_moved(move, case) for move in (to_same, to_other_memory)] for case in cases]
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [Case(4, num_experts=5, microbatches=2, steps=3)],
-        pytest.param(
-            [
-                Case(2, microbatches=2, steps=3),
-                Case(2, microbatches=2, steps=3, options=ALL_REDUCE),
-                Case(2, microbatches=2, steps=3, options=(("overlap_param_gather", True),)),
-            ],
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["uneven", "others"],
-)
-def test_a_module_that_is_moved_trains_as_one_process(cases: list[Case]) -> None:
-    ranks = run_processes(RANKS, train_each_moved, cases)
-    for number, case in enumerate(cases):
-        for way in range(2):
-            assert_equal([outcomes[number][way] for outcomes in ranks], train_alone(case, RANKS), 1e-6)
 
 
 def wrap_local_experts() -> str:

@@ -115,23 +115,6 @@ def test_trial_steps_leave_no_trace(make_one: Any, counted: Any) -> None:
     assert not findings.in_parts, "it is called once a step"
 
 
-def test_a_step_that_changes_nothing_outside_may_be_several_calls() -> None:
-    findings = probe(make(lambda o: None, ramp=Ramp()), CPU, torch.float32)
-    assert findings.reason is None
-    assert findings.in_parts
-
-
-def test_an_object_that_raises_for_names_that_it_does_not_know_is_no_generator() -> None:
-    class Strict:
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            raise ValueError(f"{name!r} is not registered")
-
-    strict = Strict()
-    assert probe(make(lambda o: strict), CPU, torch.float32).reason is None
-
-
 def test_two_ranks_with_other_random_numbers_find_the_same() -> None:
     """The result of a step that draws must not depend on the program's numbers."""
 

@@ -17,7 +17,6 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
-from tests.support.notes import Notes
 from tests.support.optimizers import Simple
 from tests.support.optimizers_with_methods import ScheduleFree
 from tests.support.prepared_optimizers import CountsOnState
@@ -63,16 +62,6 @@ class BeginsAtZero(Simple):
             state["sum"] = torch.zeros_like(param)
         state["sum"].add_(grad).add_(param, alpha=group["weight_decay"])
         param.sub_(state["sum"], alpha=group["lr"])
-
-
-class Counting(torch.optim.SGD):
-    """Counts the calls of all its copies."""
-
-    calls: Notes
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.calls.append(1)
-        return super().step(closure)
 
 
 def in_all_groups(**options: Any) -> SetLater:
@@ -169,34 +158,5 @@ def test_other_options_may_be_set_at_any_time_and_change_what_they_change_under_
         assert not all(map(torch.equal, theirs.parameters(), plain.parameters())), "nothing was set"
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(param, other)
-
-    run_ranks(2, run)
-
-
-def test_trials_are_made_for_terms_that_are_new_and_once() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        kind = type("Counting", (Counting,), {"calls": Notes()})
-        module = two_layers()
-        model = DistributedDataParallel(module, config(), group)
-        optimizer = DistributedOptimizer(kind(groups_of(module), lr=0.1, weight_decay=0.1), model)
-        numbers: list[int] = []
-        for step, options in enumerate(
-            [
-                {},
-                {"lr": 0.01, "weight_decay": 0.2},
-                {"weight_decay": 0.0},
-                {"momentum": 0.9},
-                {"momentum": 0.8, "weight_decay": 0.3},
-                {"momentum": 0.0},
-                {"momentum": 0.7},
-            ]
-        ):
-            in_all_groups(**options)(optimizer)
-            optimizer.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-            before = len(kind.calls)
-            optimizer.step()
-            numbers.append(len(kind.calls) - before)
-        assert [number > min(numbers) for number in numbers] == [False, False, False, True, False, False, False]
 
     run_ranks(2, run)

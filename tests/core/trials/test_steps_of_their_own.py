@@ -161,17 +161,3 @@ def test_a_step_that_communicates_later_than_trials_look_is_refused_then() -> No
             optimizer.step()
 
     run_ranks(2, run)
-
-
-def test_with_all_reduce_an_optimizer_may_communicate() -> None:
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        make = lambda params: Communicates(params, group, COMMUNICATE["allreduce"])  # noqa: E731
-        module, model, optimizer = wrapped(group, make, use_distributed_optimizer=False)
-        for step in range(2):
-            optimizer.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-        return [param.detach().clone() for param in module.parameters()]
-
-    ours = run_ranks(2, run)
-    assert all(map(torch.equal, *ours))

@@ -92,35 +92,6 @@ def test_everybody_finds_the_users_module(worlds: Worlds) -> None:
     worlds.run(look_at_model)
 
 
-def train_traced(name: str, make: Callable[[nn.Module], Any], mode: dict[str, Any]) -> dict[str, Tensor]:
-    accelerator = make_accelerator(name, mode)
-    torch.manual_seed(0)
-    net = make(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    for _ in range(2):  # the second time without its wrapper
-        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for step in range(2):
-            x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * accelerator.process_index + step))
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        accelerator.free_memory(model, optimizer)
-        del model, optimizer
-    return weights_of(net)
-
-
-def traced(net: nn.Module) -> Any:
-    return torch.jit.trace(net, torch.ones(3, 5))
-
-
-@pytest.mark.parametrize("make", [traced, torch.jit.script], ids=["traced", "scripted"])
-@both_modes
-def test_models_of_torch_jit_train_as_with_torch_ddp(
-    worlds: Worlds, make: Callable[[nn.Module], Any], mode: dict[str, Any]
-) -> None:
-    ours = worlds.run(train_traced, "megatron_ddp", make, mode)
-    assert_equal(ours, worlds.run(train_traced, "ddp", make, {}), 0.0, "weights")
-
-
 class Blocks(nn.Module):
     """With blocks that repeat, which regional compilation looks for."""
 

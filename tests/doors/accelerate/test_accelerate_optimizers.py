@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megastrategy.core.errors import ReducedGradError
-from tests.support.comparison import assert_equal
 
 from ..accelerate_loops import (
     Trainee,
@@ -32,56 +30,6 @@ from ..accelerate_loops import (
 from ..matrix import MODES
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def recorded(collectives: Any) -> Iterator[list[str]]:
-    """The engine's collectives of the group, which later jobs use too."""
-    sent: list[str] = []
-    before = dict(collectives.__dict__)
-
-    def recording(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            sent.append(method)
-            return function(*arguments)
-
-        return call
-
-    for method in ("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "require_all_ranks"):
-        setattr(collectives, method, recording(method, getattr(collectives, method)))
-    try:
-        yield sent
-    finally:
-        for method in set(collectives.__dict__) - set(before):
-            delattr(collectives, method)
-
-
-def prepare_optimizers() -> None:
-    from megastrategy import DistributedOptimizer
-
-    accelerator = make_accelerator("megatron_ddp")
-    net = net_of()
-    model = accelerator.prepare(net)
-    inner = adamw(net.parameters())
-    for param in net.parameters():
-        param.grad = torch.ones_like(param)
-    inner.step()  # it has a state already, which is kept
-    state = copy.deepcopy(inner.state_dict())
-    with recorded(model.engine.collectives) as sent:
-        optimizer = accelerator.prepare_optimizer(inner, device_placement=True)
-        assert sent == [], "the state makes no round trip through other ranks"
-        optimizer.state_dict()
-        assert sent
-    assert accelerator.prepare(optimizer) is optimizer
-    assert isinstance(optimizer.optimizer, DistributedOptimizer)
-    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
-    kept = optimizer.state_dict()
-    if accelerator.is_main_process:
-        assert_equal(kept["state"], state["state"])
-
-
-def test_preparing_an_optimizer_sends_nothing(worlds: Worlds) -> None:
-    worlds.run(prepare_optimizers)
 
 
 def schedule_free(params: Any) -> torch.optim.Optimizer:
