@@ -13,19 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core import describe_translation
-from megastrategy.core.config import CONTRADICTIONS, REMOVED, REMOVED_VALUES, Contradiction, field_names
+from megastrategy.core.config import REMOVED, REMOVED_VALUES, field_names
 from megastrategy.core.torch_ddp_surface import config_from_arguments
-from tests.docs.options import field_docstrings
-from tests.support.switches import MAY_CONTRADICT, is_allowed, product
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
-
-
-def test_every_field_has_a_docstring() -> None:
-    source = inspect.getsource(DistributedDataParallelConfig)
-    for name in field_names():
-        after = source.split(f"    {name}: ", 1)[1].split("\n", 1)[1]
-        assert after.lstrip().startswith('"""'), f"{name} has no docstring under it"
 
 
 def test_frozen_and_by_keyword_only() -> None:
@@ -107,31 +98,6 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         )
     with pytest.raises(ValueError, match=r"optimizer_instances=2 contradicts use_distributed_optimizer=False"):
         DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
-
-
-@pytest.mark.parametrize(
-    ("option", "row"),
-    [(option, row) for row in CONTRADICTIONS for option in row.options],
-    ids=lambda value: value if isinstance(value, str) else value.other,
-)
-def test_no_row_of_switches_has_a_contradiction(option: str, row: Contradiction) -> None:
-    """Every pair that can be chosen is trained with in properties/test_every_pair_of_switches.py, and no other."""
-    default = getattr(DistributedDataParallelConfig(), option)
-    rows = [values for values in product(MAY_CONTRADICT) if values[row.other] == row.value]
-    contradict = [values for values in rows if values[option] != default]
-    assert contradict
-    assert not any(map(is_allowed, contradict))
-    assert any(is_allowed(values) for values in rows if values[option] == default)
-
-
-def test_config_has_few_options_and_contradictions() -> None:
-    """Each has an anchor: Megatron-core's, FSDP2's, torch DDP's or ZeRO-Offload's name, or a source study."""
-    assert len(field_names()) <= 15
-    assert len(CONTRADICTIONS) <= 5
-    anchors = ("Megatron-core's", "Megatron-LM's", "torch DDP's", "FSDP2's", "ZeRO-Offload's", "Megatron-LLaMA study")
-    for name, text in field_docstrings().items():
-        last = text.rstrip(".").rpartition(". ")[2]
-        assert any(anchor in last for anchor in anchors), f"{name} ends with {last!r}"
 
 
 def test_torch_ddp_arguments_have_a_meaning_here() -> None:

@@ -34,7 +34,6 @@ class Run:
         epochs: ``max_epochs``.
         resume: a checkpoint to go on from.
         save: where to write one at the end.
-        no_optimizer: ``configure_optimizers`` returns None.
         options: for the Trainer.
     """
 
@@ -43,7 +42,6 @@ class Run:
     epochs: int = 2
     resume: str | None = None
     save: str | None = None
-    no_optimizer: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -55,10 +53,9 @@ class Result:
     losses: list[float]
     metrics: dict[str, float]
     strategy: str
-    optimizer: str
 
 
-def make_module(pl: Any, no_optimizer: bool) -> Any:
+def make_module(pl: Any) -> Any:
     """A module of the package ``pl`` with a tied weight, BatchNorm and odd sizes."""
 
     class Module(pl.LightningModule):  # type: ignore[misc]
@@ -88,8 +85,6 @@ def make_module(pl: Any, no_optimizer: bool) -> Any:
             self.log("val_loss", self.loss(batch), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            if no_optimizer:
-                return None
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
@@ -106,7 +101,7 @@ def fit_one(run: Run) -> Result:
     strategy: Any = run.strategy
     if isinstance(strategy, dict):
         strategy = importlib.import_module(DOORS[run.package]).MegatronDDPStrategy(**strategy)
-    module = make_module(pl, run.no_optimizer)
+    module = make_module(pl)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -126,7 +121,6 @@ def fit_one(run: Run) -> Result:
         losses=module.losses,
         metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
         strategy=class_path(trainer.strategy),
-        optimizer=class_path(trainer.optimizers[0]),
     )
 
 
@@ -160,27 +154,6 @@ def test_a_fit_equals_ddp_to_the_bit(ranks: Ranks, under_ddp: list[Result], stra
     for [ours], theirs in zip(ranks.run(fit_each, Run("pytorch_lightning", strategy)), under_ddp, strict=True):
         assert ours.strategy == "megastrategy.pytorch_lightning.MegatronDDPStrategy"
         assert_same_result(ours, theirs)
-
-
-def test_accumulated_and_clipped_it_equals_ddp_too(ranks: Ranks) -> None:
-    """The parts that use the package's own loops and precision plugin."""
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
-    run = Run("pytorch_lightning", "ddp", options=options)
-    unclipped = dataclasses.replace(run, options={"accumulate_grad_batches": 3})
-    ours = dataclasses.replace(run, strategy={"bucket_size": 50})
-    for mine, theirs, without in ranks.run(fit_each, ours, run, unclipped):
-        assert_same_result(mine, theirs)
-        assert theirs.losses != without.losses, "nothing was clipped"
-
-
-def test_without_an_optimizer_it_equals_ddp_too(ranks: Ranks) -> None:
-    """The package puts a mock of its own there, which is nothing to shard. Statistics are collected all the same."""
-    theirs = Run("pytorch_lightning", "ddp", epochs=1, no_optimizer=True)
-    ours = dataclasses.replace(theirs, strategy="megatron_ddp")
-    for mine, other in ranks.run(fit_each, ours, theirs):
-        assert_same_result(mine, other)
-        assert mine.optimizer == other.optimizer == "pytorch_lightning.core.optimizer._MockOptimizer"
-        assert other.weights["norm.num_batches_tracked"] == 7
 
 
 def test_both_packages_in_one_process(ranks: Ranks, under_ddp: list[Result]) -> None:

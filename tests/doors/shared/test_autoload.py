@@ -7,20 +7,15 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import megastrategy_autoload
 
 from ..python_processes import run_python
-
-NAMES = set(megastrategy_autoload.START_METHODS)
 
 
 def test_torch_finds_the_entry_point() -> None:
@@ -93,59 +88,3 @@ def test_the_switch_turns_it_off_and_the_import_still_works(tmp_path: Path) -> N
         pl.Trainer(strategy="megatron_ddp", accelerator="cpu", devices=2)
     """
     run_python("-c", textwrap.dedent(code), cwd=tmp_path, autoload=False)
-
-
-# --- the finder, on a package of the test's own ----------------------------------------------------------------------
-
-REGISTRY = """
-class Registry(dict):
-    def register(self, name, strategy, description, **init_params):
-        self[name] = strategy
-
-StrategyRegistry = Registry()
-"""
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Writes the source of ``imitation.strategies``, which the finder waits for here as if it were Lightning's."""
-    monkeypatch.setitem(megastrategy_autoload._REGISTRIES, "imitation.strategies", "StrategyRegistry")
-    monkeypatch.setitem(megastrategy_autoload.DOORS, "imitation", "megastrategy.imitation")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # sources of one size, written within a second
-    package = tmp_path / "imitation"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-
-    def write(source: str) -> None:
-        (package / "strategies.py").write_text(source)
-        forget()
-
-    def forget() -> None:
-        for name in ("imitation.strategies", "imitation"):
-            sys.modules.pop(name, None)
-        importlib.invalidate_caches()
-
-    yield write
-    forget()
-
-
-def import_it() -> ModuleType:
-    return importlib.import_module("imitation.strategies")
-
-
-def test_nothing_comes_out_of_the_entry_point(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its exception would be an error of ``import torch``."""
-    monkeypatch.setattr(sys, "meta_path", ())  # nothing can be inserted
-    with caplog.at_level(logging.DEBUG, "megastrategy_autoload"):
-        megastrategy_autoload.register_strategy_names()
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [AttributeError]
-
-
-def test_a_name_that_is_taken_stays_as_it_is(write: Callable[[str], None]) -> None:
-    write(f"{REGISTRY}\nStrategyRegistry['megatron_ddp'] = 'theirs'")
-    registry = import_it().StrategyRegistry
-    assert registry["megatron_ddp"] == "theirs"
-    assert set(registry) == NAMES

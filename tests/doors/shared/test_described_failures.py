@@ -47,11 +47,6 @@ def test_failure_with_a_long_message_keeps_its_last_line() -> None:
     assert describe(ValueError(message)) == "ValueError: missing: lr (configuration:)"
 
 
-def test_failure_without_a_message_is_its_class() -> None:
-    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert describe(ValueError("two\nlines")) == "ValueError: two\nlines"
-
-
 def raised_from(error: OSError, cause: Exception) -> OSError:
     """Both as a worker has raised them: torch prints the traceback of each."""
     try:
@@ -73,17 +68,3 @@ def test_failure_names_the_error_that_was_handled() -> None:
     error = RuntimeError("no sample")
     error.__context__ = KeyError("id")
     assert describe(error) == "RuntimeError: no sample, raised while handling KeyError: 'id'"
-
-
-def test_failure_in_a_circle_is_described() -> None:
-    first = ValueError("first")
-    assert describe(chained(first, chained(ValueError("second"), first))).startswith("ValueError: second")
-
-
-class WithoutTextError(Exception):
-    def __str__(self) -> str:
-        raise TypeError("no text")
-
-
-def test_failure_whose_text_raises_is_its_class() -> None:
-    assert describe(WithoutTextError()) == "WithoutTextError: (its __str__ raises TypeError)"
