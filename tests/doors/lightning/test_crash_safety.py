@@ -242,7 +242,7 @@ def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     # otherwise torchrun's restarts share one store, and may find addresses of processes that are dead: pytorch #167288
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run_python(*command, str(Path(kill_script.__file__)), str(fire), cwd=tmp_path, environment=environment)
+    run_python(*command, "-m", kill_script.__name__, str(fire), cwd=tmp_path, environment=environment)
     finish(with_trainer, calm, kill_script.NUM_STEPS, LIMIT_S)
     for rank in range(SIZE):
         # step 3 was never begun, and what was saved after step 6 never got its name
