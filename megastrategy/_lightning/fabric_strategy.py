@@ -204,7 +204,7 @@ class FabricStrategy(_Base):
         if self._parallelize_fn is None or not is_on_meta(module):
             super().module_to_device(module)
 
-    def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
+    def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps the model. One that is set up already keeps its engine, which then serves both setups.
 
         Raises:

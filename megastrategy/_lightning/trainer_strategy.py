@@ -217,7 +217,7 @@ class TrainerStrategy(_Base):
         with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
             yield
 
-    def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._mesh.shares_model:

@@ -222,6 +222,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer, device_placement)
         if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(optimizer, DistributedOptimizer):  # the .optimizer of one that another Accelerator has prepared
+            optimizer = optimizer.optimizer
         # not placed: the engine has placed its state, and a round trip of the state would be a collective
         sharded = PREPARED.shard(optimizer, models[0], _log.info)
         return super().prepare_optimizer(sharded, device_placement=False)

@@ -1,5 +1,4 @@
-"""Wraps the modules of ``Accelerator.prepare`` in the engine, so that code for torch's DDP recognises them
-(:mod:`megastrategy.accelerate.torch_ddp_by_name` says how).
+"""Wraps the modules of ``Accelerator.prepare`` in the engine.
 
 Nothing is kept on the user's module: weak references remember prepared objects.
 """
@@ -23,11 +22,10 @@ from ..core import (
     scale_to_norm_,
     total_grad_norm,
 )
-from .torch_ddp_by_name import TorchDDPByName
 
 
-class PreparedModel(DistributedDataParallel, TorchDDPByName):
-    """The engine around a prepared module; see torch_ddp_by_name's [Note: an instance of torch's DDP].
+class PreparedModel(DistributedDataParallel):
+    """The engine around a prepared module.
 
     Attributes that it lacks are the module's, so that ``model.generate`` and the like work.
     """
@@ -94,11 +92,6 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
                 "even_batches on (the last samples are repeated), or build the DataLoader with drop_last=True"
             )
         return syncs
-
-    @property
-    def reducer(self) -> Any:  # type: ignore[override] # an attribute of torch DDP
-        """The engine's, where accelerate's own ``trigger_sync_in_backward`` looks for torch's."""
-        return self.engine.reducer
 
     @property
     def is_sharded(self) -> bool:

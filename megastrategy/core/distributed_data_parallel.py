@@ -23,11 +23,14 @@ from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
 from .sync import Replicas, read_count, weigh
+from .torch_ddp_by_name import TorchDDPByName
 from .torch_ddp_surface import config_with, refuse_comm_hook
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchDDPByName):
     """Data parallelism after Megatron-LM around any module.
+
+    An instance of torch's class of this name, see torch_ddp_by_name's [Note: an instance of torch's DDP].
 
     Args:
         module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast. Parameters
@@ -133,6 +136,11 @@ class DistributedDataParallel(nn.Module):
         if self._engine is None:
             raise_closed()
         return self._engine
+
+    @property
+    def reducer(self) -> Any:  # type: ignore[override] # an attribute of torch DDP
+        """The engine's, where accelerate's ``trigger_sync_in_backward`` and torch's pipelining look for torch's."""
+        return self.engine.reducer
 
     @property
     def config(self) -> DistributedDataParallelConfig:

@@ -36,6 +36,8 @@ from .checkpoint import (
     state_to_write,
     whole_main_params,
     whole_state,
+    with_device,
+    without_device,
 )
 from .collectives import CALL_ON_EVERY_RANK
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
@@ -424,7 +426,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return whole_state(shard_set, lambda: shard_set.full_state(self._gather(STATE)))
 
         with shard_set.calls_allowed():
-            return save_with_hooks(shard_set.inner, self, save)
+            return with_device(save_with_hooks(shard_set.inner, self, save))
 
     def _gather(self, what: str) -> Gather | None:
         """Returns a Gather, when all ranks have reached this call; None where every rank has all of the state."""
@@ -450,6 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (plain := self._given_back()) is not None:
             plain.load_state_dict(state_dict)
             return
+        state_dict = without_device(state_dict)
         if is_complete := "state" in state_dict:  # otherwise a hook converts it from another format
             state_dict = self._completed(state_dict)
         if not shard_set.has_shards:

@@ -62,7 +62,7 @@ def _be_refused() -> None:
     with pytest.raises(ValueError, match=r"static_graph: pass torch DDP's arguments or a .*, not both"):
         DistributedDataParallel(module, config, static_graph=True)
     model = DistributedDataParallel(module, config, device_ids=None)
-    for name in ("logger", "process_group", "_comm_hooks", "_register_fused_optim"):
+    for name in ("logger", "process_group", "_comm_hooks"):
         assert not hasattr(model, name)
     assert not hasattr(model, "generate")
     with pytest.raises(NotImplementedError, match=r"register_comm_hook\(\).*grad_wire_dtype='fp16'"):

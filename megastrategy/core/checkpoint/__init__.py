@@ -15,6 +15,7 @@ from .model_parallel import (
     whole_state,
 )
 from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory
+from .torch_helpers import with_device, without_device
 
 __all__ = [
     "EXTRA_FILE",
@@ -36,4 +37,6 @@ __all__ = [
     "state_to_write",
     "whole_main_params",
     "whole_state",
+    "with_device",
+    "without_device",
 ]

@@ -65,6 +65,7 @@ def load_state(
     optimizer, shards = shard_set.inner, shard_set.shards
     params_by_id = shard_set.sharded_by_id if shard_set.has_shards else {}
     shard_set.states.split(replace=True)
+    shard_set.was_loaded = True
     state: dict[int, dict[str, Any]] = {}
     on_host: dict[int, dict[str, Tensor]] = {}
     own_groups = []

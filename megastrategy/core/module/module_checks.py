@@ -26,7 +26,7 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
                 f"{what} is wrapped already, and one wrapper reduces a parameter: put the module that it wraps (its "
                 ".module) in its place"
             )
-        # A model that Accelerate has prepared is an instance of both classes, and torch's reducer is not in it.
+        # A wrapper of ours is an instance of both classes, and torch's reducer is not in it.
         if isinstance(child, TorchDDP) and not isinstance(child, own):
             raise ValueError(
                 f"{what} is a DistributedDataParallel of torch's, which would reduce the gradients of its parameters "

@@ -81,6 +81,7 @@ class ShardSet(ShardHolder):
         self.hooks: list[Any] = []
         self.is_given_back = False
         self.num_steps_begun = 0
+        self.was_loaded = False
         self._with_shards: set[int] = set()  # the parameters whose shards were made, on whichever ranks they are
         self._is_called_by_us = False
         self._kept_whole: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes

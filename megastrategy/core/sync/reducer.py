@@ -183,9 +183,9 @@ class Reducer:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def prepare_for_backward(self, _: Any) -> None:
-        """The next backward is synchronised, as after torch's method of this name."""
+        """The next backward is synchronised, but not under ``no_sync``, where torch's pipelining calls this, too."""
         self.before_forward()
-        self._prepared.replace(syncs=True)
+        self._prepared.replace(syncs=self._should_sync(None))
 
     def before_forward(self) -> None:
         """Called before a forward."""

@@ -33,7 +33,7 @@ def attempts(
 
     Args:
         where: in which part of an attempt memory ends.
-        optimizer_is: what is prepared again: the "raw" optimizer, or the "prepared" one.
+        optimizer_is: what is prepared again: the "raw" optimizer, the "prepared" one, or its ".optimizer".
         release: whether the wrapper of the attempt before is collected.
     """
     from accelerate.utils import find_executable_batch_size, release_memory
@@ -52,7 +52,7 @@ def attempts(
         nonlocal optimizer, scheduler
         sizes.append(batch_size)
         accelerator.free_memory()
-        again = raw if optimizer_is == "raw" else optimizer
+        again = {"raw": raw, "prepared": optimizer, ".optimizer": getattr(optimizer, "optimizer", raw)}[optimizer_is]
         model, optimizer, scheduler = accelerator.prepare(net, again, scheduler)
         if not release:
             wrappers.append(model)
@@ -90,6 +90,11 @@ def attempts(
 def test_attempts_train_as_torch_ddp(worlds: Worlds, mode: dict[str, Any], where: Where, optimizer_is: str) -> None:
     ranks = assert_like_ddp(worlds, attempts, mode, 0.0, where, optimizer_is)
     assert len(ranks[0]["losses"]) == (8 if where == "third step" else 4)
+
+
+@both_modes
+def test_attempts_with_the_inner_optimizer_train_as_torch_ddp(worlds: Worlds, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, attempts, mode, 0.0, "third step", ".optimizer")
 
 
 @both_modes
