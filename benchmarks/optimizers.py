@@ -252,8 +252,9 @@ def try_optimizer(library: Library, name: str) -> Found:
     try:
         ours = _under_ours(make)
     except OptimizerNotShardableError as error:
-        reason = str(error).partition(" cannot be sharded: ")[2].partition(". Pass ")[0]
-        return Found("refused", reason)
+        text = str(error)
+        reason = text.partition(" cannot be sharded: ")[2].partition(". Pass ")[0]
+        return Found("refused", reason or text.partition(". Use ")[0])  # the second for one that trains in no mode
     except Exception as error:  # noqa: BLE001 - as above
         return Found("", f"FAILED after it was wrapped: {_said(error)}")
     try:

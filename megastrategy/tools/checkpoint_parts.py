@@ -81,14 +81,20 @@ def read_file(path: Path, trust: bool = False) -> Parts:
 
 
 def _parts_of(path: Path, extra: dict[str, Any]) -> Parts:
+    states = extra.get("optimizer_states", [])
+    if not isinstance(states, list):
+        what = type(states).__name__
+        raise CheckpointError(
+            f"{path}: 'optimizer_states' is a {what}, and a Trainer's file has a list of states there"
+        )
     if _TRAINER_MARK not in extra:
         parts = Parts(path, "file", "other", main_params=extra.pop(MAIN_PARAMS_KEY, {}))
         _sort_out(parts, extra)
         return parts
-    states = extra.pop("optimizer_states", [])
+    extra.pop("optimizer_states", None)
     weights = extra.pop("state_dict", {})
-    if not isinstance(states, list) or not isinstance(weights, Mapping):
-        raise CheckpointError(f"{path}: a Trainer's file has a list of optimizer states and a dictionary of weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{path}: a Trainer's file has a dictionary of weights")
     parts = Parts(path, "file", "Trainer", models={"model": weights}, extra=extra)
     parts.optimizers = {f"optimizer_{number}": state for number, state in enumerate(states)}
     main_params = enumerate(extra.pop(MAIN_PARAMS_KEY, []))

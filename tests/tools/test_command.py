@@ -124,7 +124,8 @@ def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"optimizer_states": None}, "a Trainer's file has a list of optimizer states"),
+        ({"optimizer_states": None}, "'optimizer_states' is a NoneType, and a Trainer's file has a list of states"),
+        ({"optimizer_states": "x"}, "'optimizer_states' is a str, and a Trainer's file has a list of states"),
         ({"optimizer_states": [7]}, "optimizer_0 is no state of an optimizer"),
         ({"optimizer_states": [{"state": None, "param_groups": []}]}, "optimizer_0 is no state of an optimizer"),
         ({"optimizer_states": [{"state": {}, "param_groups": [{"lr": 1.0}]}]}, "optimizer_0 is no state"),
@@ -135,3 +136,11 @@ def test_foreign_content_is_refused_in_one_line(tmp_path: Path, content: dict[st
     path = tmp_path / "foreign.ckpt"
     torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": {}, **content}, path)
     assert message in fails("inspect", path)
+
+
+def test_file_with_other_optimizer_states_is_not_converted(tmp_path: Path) -> None:
+    """Whoever wrote it: a file without Lightning's version, too."""
+    path = tmp_path / "foreign.ckpt"
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "optimizer_states": "x"}, path)
+    assert "'optimizer_states' is a str" in fails("convert", path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

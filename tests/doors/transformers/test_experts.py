@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,20 +56,13 @@ def batch(dp_rank: int, step: int) -> Tensor:
 
 
 def divide_experts(net: Any, expert_mesh: DeviceMesh, tensor_mesh: DeviceMesh, exchange: str) -> None:
+    """As docs/experts.md writes it."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    style = net.config.base_model_ep_plan
-    plan = {
-        name: style[pattern]
-        for name in [*dict(net.named_parameters()), *dict(net.named_modules())]
-        for pattern in style
-        if name.startswith("model.") and without_numbers(name.removeprefix("model.")) == pattern
-    }
+    names = [*dict(net.named_parameters()), *dict(net.named_modules())]
+    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names}
+    plan = {name: net.ep_plan[pattern] for name, pattern in patterns.items() if pattern in net.ep_plan}
     apply_expert_parallelism(net, expert_mesh, tensor_mesh, plan, ep_implementation=exchange)
-
-
-def without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def train(kind: str, exchange: str, sharded: bool, over: str) -> tuple[dict[str, Tensor], list[float], Any, int]:
