@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.nn import Module
-
-TorchDDP = torch.nn.parallel.DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 class TorchDDPByName(TorchDDP):

@@ -553,7 +553,8 @@ class Reducer:
         # With the count, so that different options with the same last bits are noticed at another time. Not with
         # replicas: one that came back has counted less.
         self._num_agreements += 1
-        digest = hash((*options, self._num_agreements)) if self.across is None else 0
+        comparable = [option if option == option else () for option in options]  # each NaN has a hash of its own
+        digest = hash((*comparable, self._num_agreements)) if self.across is None else 0
         late_buckets = {self._bucket_of[index] for index in self._late.params}
         if self._config.check_for_nan_in_grad:
             part_of = self.buffers.local_parts.local_view

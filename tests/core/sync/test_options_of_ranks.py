@@ -39,3 +39,18 @@ def test_rank_local_rate_raises(options: dict[str, Any], size: int) -> None:
             step()
 
     run_ranks(size, run)
+
+
+def test_option_that_is_nan_on_all_ranks_is_no_difference() -> None:
+    """Each NaN has a hash of its own."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
+        for rate in (0.25, float("nan"), 0.25):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+
+    run_ranks(2, run)
