@@ -69,9 +69,8 @@ class DistributedDataParallelConfig:
     """Soft minimum of a bucket, in elements: the parameter that reaches it closes the bucket. ``None`` means an eighth
     of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
     three buckets have an eighth, a quarter and a half of that. Why these: build's [Note: default bucket size].
-    ``megastrategy tune`` times whole steps with several sizes, and prints the number to set. On more than two ranks the
-    order of sums follows the buckets, so runs with different sizes are not equal to the bit. Megatron-core's
-    ``bucket_size``."""
+    On more than two ranks the order of sums follows the buckets, so runs with different sizes are not equal to the bit.
+    Megatron-core's ``bucket_size``."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
@@ -245,10 +244,9 @@ def _check_numbers(config: DistributedDataParallelConfig) -> None:
     size: object = config.bucket_size
     instances = config.num_distributed_optimizer_instances
     if size is not None and not _is_positive_number(size):
-        measured = ". A size is measured in runs of their own: megastrategy tune SCRIPT" if size == "auto" else ""
         raise ValueError(
             f"bucket_size={size!r}: expected a positive number of elements, or None for the default (an eighth of the "
-            f"model, between 2**18 and 40 million elements){measured}"
+            f"model, between 2**18 and 40 million elements)"
         )
     if not _is_positive_number(instances):
         raise ValueError(

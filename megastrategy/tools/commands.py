@@ -18,16 +18,14 @@ from .checkpoint_parts import read_file
 from .click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, Group, is_module_option
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
-from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, write_config
+from .launching import ConfigFileError, check_config_file, launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .plan.command import plan_command
-from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
+from .profile_report import comparison_table, has_steps, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render, show
 from .replicas import ReplicasError, run_replicas
-from .short_runs import run_with_size
 from .summary import FILE, SummaryError, read_summary, verdicts
-from .tuning import TuningError, advice, best_of, compare_sizes
 
 P = ParamSpec("P")
 
@@ -55,7 +53,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError, ReplicasError, SummaryError, TuningError) as error:
+        except (CheckpointError, ConfigFileError, ReplicasError, SummaryError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -233,36 +231,6 @@ def profile_command(
         raise click.ClickException(why_nothing(done.ranks, skip))
     if done.failure:
         raise click.ClickException(done.failure)
-
-
-@root.command(
-    "tune",
-    cls=Command,
-    example="megastrategy tune --size 1000000 --size 4000000 train.py",
-    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
-)
-@click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Elements in a bucket; several times.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Runs with each size.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, help="Steps to time in a run.")
-@_skip
-@_num_ranks
-@is_module_option
-@_script
-@_arguments
-@_expected_failures
-def tune_command(
-    script: str, arguments: tuple[str, ...], is_module: bool, rounds: int, sizes: tuple[int, ...], **options: Any
-) -> None:
-    """Train SCRIPT's first steps with several bucket sizes, and say whether one is worth writing down.
-
-    SCRIPT runs as under megastrategy profile, again for each size and round, and ends when its steps are done. Files
-    that it writes until then are written each time. Without --size it runs with one, about four, 16 and 64 buckets.
-    """
-    _check_script(script, is_module)
-    run = functools.partial(run_with_size, script, arguments, is_module=is_module, **options)
-    times = compare_sizes(run, sizes, rounds, functools.partial(click.echo, err=True))
-    show(sizes_table(times))
-    click.echo(advice(best_of(times), by_launcher=is_module and script == LAUNCHER))
 
 
 @root.command(

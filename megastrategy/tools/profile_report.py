@@ -1,9 +1,8 @@
-"""Writes and prints what ``megastrategy profile`` and ``megastrategy tune`` leave."""
+"""Writes and prints what ``megastrategy profile`` leaves."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from .pictures import chrome_trace, plot
 from .rendering import new_table, size
 from .summary import FILE, compare, models_of, summary
 from .timeline import ModelEvents, RankEvents, average, bucket_times
-from .tuning import SizeTimes
 
 
 def has_steps(ranks: Sequence[RankEvents]) -> bool:
@@ -75,19 +73,6 @@ def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Tab
     for name, then, now in compare(before, after):
         ratio = f"{now / then:.2f}" if then > 0 else ""
         table.add_row(name, f"{then:.2f}", f"{now:.2f}", f"{now - then:+.2f}", ratio)
-    return table
-
-
-def sizes_table(times: Sequence[SizeTimes]) -> Table:
-    """Returns a row for each bucket size."""
-    table = new_table("", "bucket_size", "buckets", "step ms", "to the default's", "from", "to")
-    for each in times:
-        table.add_row(
-            "default" if each.bucket_size is None else f"{each.bucket_size:_}",
-            str(each.num_buckets),
-            f"{statistics.median(each.step_ms):.2f}",
-            *(f"{ratio:.2f}" for ratio in (statistics.median(each.ratios), min(each.ratios), max(each.ratios))),
-        )
     return table
 
 

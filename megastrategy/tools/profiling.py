@@ -54,13 +54,11 @@ def run_script(
     num_ranks: int,
     skip: int,
     steps: int,
-    program: Sequence[str] = (_RANK_PROGRAM,),
 ) -> Profile:
     """Runs a script (or module) to its end on ``num_ranks`` local processes, and records ``steps`` steps after the
     first ``skip``.
 
     Each rank writes ``events.rank<r>.json`` in ``folder`` as soon as they are done, so Ctrl-C after that loses nothing.
-    ``program`` is the module that runs the script in every rank, and its own first arguments.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,7 +68,7 @@ def run_script(
     # a rank that records nothing leaves no file, and an older run's would be taken for its own
     for old in folder.glob("events.rank*.json"):
         old.unlink()
-    ours = ["-m", *program, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
+    ours = ["-m", _RANK_PROGRAM, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
     failure = ""
     try:
         run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), *ours, target, *arguments]))
@@ -211,7 +209,7 @@ class Recording:
     """Gives every model that is wrapped from now on a :class:`Recorder`, until one has done its steps."""
 
     def __init__(self, folder: Path, rank: int, skip: int, num_steps: int) -> None:
-        self.folder = folder
+        self._folder = folder
         self._rank = rank
         self._skip = skip
         self._num_steps = num_steps
@@ -243,7 +241,7 @@ class Recording:
         def init_with_listener(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             if self._is_done:
                 return init(model, *args, **kwargs)
-            recorder = Recorder(self._skip, self._num_steps, self.done)
+            recorder = Recorder(self._skip, self._num_steps, self.finish)
             given = kwargs.pop("listener", None)
             listener = combine_listeners([recorder] if given is None else [given, recorder])
             init(model, *args, listener=listener, **kwargs)
@@ -252,10 +250,6 @@ class Recording:
             return None
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
-
-    def done(self) -> None:
-        """A model has done its steps."""
-        self.finish()
 
     def finish(self) -> None:
         """Writes the records of all models and ends the recording. A second call has no effect."""
@@ -269,7 +263,7 @@ class Recording:
         told = [event.time_ns for model in models for event in model.events]
         loads = [load for load in self._loads if told and min(told) <= load[1] and load[0] <= max(told)]
         events = RankEvents(self._rank, models, offset_ns, loads)
-        path = self.folder / f"events.rank{self._rank}.json"
+        path = self._folder / f"events.rank{self._rank}.json"
         path.with_suffix(".part").write_text(json.dumps(events.to_json()), encoding="utf-8")
         path.with_suffix(".part").replace(path)
 

@@ -55,11 +55,6 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
         DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
 
 
-def test_bucket_size_auto_is_refused_with_the_command_that_measures() -> None:
-    with pytest.raises(ValueError, match=r"bucket_size='auto'.*megastrategy tune SCRIPT"):
-        DistributedDataParallelConfig(bucket_size="auto")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
 def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> None:
     with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):

@@ -26,7 +26,7 @@ _BEGIN = """\
 | `megastrategy config`, `megastrategy launch` | [Accelerate and Transformers](../accelerate.md) |
 | `megastrategy plan` | [know whether a model fits](../planning.md) |
 | `megastrategy replicas` | [replicas that fail and come back](../replicas.md) |
-| `megastrategy profile`, `megastrategy tune` | [see where a step waits](../profiling.md) |
+| `megastrategy profile` | [see where a step waits](../profiling.md) |
 
 Exit status: 0 after success, 1 after an error, and 2 if the command line is wrong. An error is one line on stderr.
 """

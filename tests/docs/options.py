@@ -49,7 +49,6 @@ In what follows d is the number of ranks.
 """
 
 _LINKS = {
-    "`megastrategy tune`": "[`megastrategy tune`](../profiling.md#which-bucket-size)",
     "build's [Note: default bucket size]": (
         "[Note: default bucket size] in [core/layout/build.py](../../megastrategy/core/layout/build.py)"
     ),
