@@ -1,4 +1,6 @@
-"""Finds the bottleneck of a training from the ranks' measurements. Pure functions.
+"""Finds the bottleneck of a training from the ranks' measurements: one sentence on its waits. Pure functions.
+
+Only training steps count: an evaluation does not.
 
 [Note: clocks of ranks]
 Launches are compared over ranks, whose clocks differ: by nothing between processes of a machine, by milliseconds
@@ -12,6 +14,10 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from ..core import EventKind
+from .gaps import LOADING, gaps_of
+from .timeline import ModelEvents, RankEvents, average, evaluations_of, overlap_ns, spans_of
 
 Kind = Literal["straggler", "input-bound", "link-bound", "compute-bound"]
 
@@ -156,3 +162,48 @@ def _straggler(late: Lateness, ranks: Sequence[RankTimes]) -> str:
         waits = f"it waits for the next batch for {late_rank.input_ms:.1f} ms a step"
         return f"{sentence}; {waits}, the others for {others_ms:.1f}"
     return f"{sentence}; the others wait for it: look at its device, its share of the machine, and its batches"
+
+
+# --- of a record ------------------------------------------------------------------------------------------------------
+
+
+def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
+    """Returns a verdict's input for one model on one rank, which has made a whole step."""
+    steps = model.steps
+    mean = average(steps)
+    within = (steps[0].start_ns, steps[-1].start_ns)
+    period_ms = mean.step_ms
+    input_ms = 0.0
+    # A single step does not show the time between two.
+    if len(steps) > 1:
+        evaluated_ns = overlap_ns(within, evaluations_of(spans_of(model.events)))
+        loads = [(gap.start_ns, gap.end_ns) for gap in gaps_of(model, rank.loads) if gap.name == LOADING]
+        period_ms = (within[1] - within[0] - evaluated_ns) / 1e6 / (len(steps) - 1)
+        input_ms = overlap_ns(within, loads) / 1e6 / (len(steps) - 1)
+    spans = sorted(spans_of(model.events), key=lambda span: span.launched_ns)
+    reduced = [span for span in spans if span.kind is EventKind.REDUCE_START]
+    offset_ns = rank.clock_offset_ns
+    launches = {
+        number: (span.launched_ns + offset_ns, span.end_ns + offset_ns if span.has_run_times else None)
+        for number, span in enumerate(reduced)
+    }
+    return RankTimes(rank.rank, period_ms, input_ms, mean.exposed_gradients_ms, mean.exposed_parameters_ms, launches)
+
+
+def models_of(ranks: Sequence[RankEvents]) -> list[list[tuple[RankEvents, ModelEvents]]]:
+    """By model, the ranks on which it has made a whole step, with their events; models without any are left out.
+
+    Ranks wrap their models in one order, so the number says which belong together.
+    """
+    models = []
+    for number in range(max((len(rank.models) for rank in ranks), default=0)):
+        on_ranks = [(rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
+        with_steps = [(rank, model) for rank, model in on_ranks if model.steps]
+        if with_steps:
+            models.append(with_steps)
+    return models
+
+
+def verdicts(ranks: Sequence[RankEvents]) -> list[Verdict]:
+    """Judges each model that has made a whole step."""
+    return [verdict_of([rank_times(rank, model) for rank, model in on_ranks]) for on_ranks in models_of(ranks)]

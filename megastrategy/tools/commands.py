@@ -14,6 +14,7 @@ from .. import __version__
 from .._replicas import check_timeouts
 from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
+from .bottlenecks import verdicts
 from .checkpoint_parts import read_file
 from .click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, Group, is_module_option
 from .contents import inspect_checkpoint
@@ -21,11 +22,10 @@ from .conversion import check_target, consolidate, convert, default_file
 from .launching import ConfigFileError, check_config_file, launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .plan.command import plan_command
-from .profile_report import comparison_table, has_steps, tables, why_nothing, write_files
+from .profile_report import draw, has_steps, tables, why_nothing
 from .profiling import run_script
 from .rendering import render, show
 from .replicas import ReplicasError, run_replicas
-from .summary import FILE, SummaryError, read_summary, verdicts
 
 P = ParamSpec("P")
 
@@ -53,7 +53,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError, ReplicasError, SummaryError) as error:
+        except (CheckpointError, ConfigFileError, ReplicasError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -199,32 +199,24 @@ def config_command(file: Path, force: bool) -> None:
 @_skip
 @click.option("--out", type=_PATH, default=Path("profile"), help="Folder for records and pictures.")
 @_num_ranks
-@click.option("--compare", "earlier", type=_existing_file, help=f"The {FILE} of an earlier profile, to compare with.")
 @is_module_option
 @_script
 @_arguments
 @_expected_failures
-def profile_command(
-    script: str, arguments: tuple[str, ...], out: Path, skip: int, earlier: Path | None, **options: Any
-) -> None:
+def profile_command(script: str, arguments: tuple[str, ...], out: Path, skip: int, **options: Any) -> None:
     """Run SCRIPT as torchrun does, and show the time of its communication and how much computation hides.
 
     Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp" on as many
     devices as there are processes, or -m megastrategy.launch SCRIPT for Accelerate. It runs to its end; Ctrl-C ends it
     sooner, and loses nothing once the steps are recorded. The last line names the bottleneck: its input, its own work,
-    the link, or a rank that is late. The folder then has timeline.png, trace.json for Perfetto, summary.json,
-    and the events of each rank.
+    the link, or a rank that is late. The folder then has timeline.png, and the events of each rank.
     """
     _check_script(script, options["is_module"])
-    before = None if earlier is None else read_summary(earlier)  # it may be the one that this run replaces
     done = run_script(script, arguments, out, skip=skip, **options)
     # also of a script that failed later: its record may show why
     if has_steps(done.ranks):
         show(*tables(done.ranks))
-        for line in write_files(done.ranks, out, script):
-            click.echo(line)
-        if before is not None:
-            show(comparison_table(before, read_summary(out / FILE)))
+        click.echo(draw(done.ranks, out))
         for verdict in verdicts(done.ranks):
             click.echo(verdict.sentence)
     elif not done.failure:

@@ -1,10 +1,10 @@
-"""Two pictures of a timeline: a Chrome trace of all that was recorded, and a PNG of the last steps."""
+"""The picture of a timeline: a PNG of the last steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core import EventKind
 from .gaps import EVALUATION, LOADING, Gap, gaps_of
@@ -12,105 +12,6 @@ from .timeline import Lane, ModelEvents, RankEvents, Span, Step, average, evalua
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# --- Chrome trace ----------------------------------------------------------------------------------------------------
-
-
-def chrome_trace(ranks: Iterable[RankEvents]) -> dict[str, Any]:
-    """Makes a trace for chrome://tracing and https://ui.perfetto.dev: a process a rank, with a thread for steps and
-    each lane.
-
-    Collectives whose spans overlap, as they do if their times are unknown, get threads of their own. Times are
-    microseconds from the first event of any rank.
-    """
-    ranks = list(ranks)
-    # ranks started at different times on different clocks: one zero for all, after each clock's offset
-    origin = min(
-        (
-            span.launched_ns + rank.clock_offset_ns
-            for rank in ranks
-            for model in rank.models
-            for span in spans_of(model.events)
-        ),
-        default=0,
-    )
-    content: list[dict[str, Any]] = []
-    for rank in ranks:
-        content.append(_metadata("process_name", rank.rank, 0, f"rank {rank.rank}"))
-        tid = 0
-        for number, model in enumerate(rank.models):
-            title = f"model {number}: " if len(rank.models) > 1 else ""
-            for name, slices in _threads(model, rank.loads):
-                content.append(_metadata("thread_name", rank.rank, tid, title + name))
-                content.append(_metadata("thread_sort_index", rank.rank, tid, tid))
-                for what, start_ns, end_ns, details in slices:
-                    content.append(
-                        {
-                            "name": what,
-                            "cat": name,
-                            "ph": "X",
-                            "ts": (start_ns + rank.clock_offset_ns - origin) / 1e3,
-                            "dur": (end_ns - start_ns) / 1e3,
-                            "pid": rank.rank,
-                            "tid": tid,
-                            "args": details,
-                        }
-                    )
-                tid += 1
-    return {"displayTimeUnit": "ms", "traceEvents": content}
-
-
-_Slice = tuple[str, int, int, dict[str, Any]]
-
-
-def _threads(model: ModelEvents, loads: Sequence[tuple[int, int]]) -> Iterable[tuple[str, list[_Slice]]]:
-    steps = [
-        (
-            f"training step {model.num_skipped_steps + number}",
-            step.start_ns,
-            step.end_ns,
-            {"exposed_ms": step.exposed_ms, "exposed_share": average([step]).exposed_share},
-        )
-        for number, step in enumerate(model.steps)
-    ]
-    yield "steps", steps
-    spans = spans_of(model.events)
-    for lane in Lane:
-        lane_spans = [span for span in spans if span.lane is lane]
-        if lane is not Lane.COMMUNICATION:
-            yield lane.value, [(span.name, span.start_ns, span.end_ns, {}) for span in lane_spans]
-            continue
-        for row in _rows(lane_spans) or [[]]:
-            yield lane.value, [(span.name, span.start_ns, span.end_ns, _details(span, model)) for span in row]
-    yield "gaps", [(gap.name, gap.start_ns, gap.end_ns, {}) for gap in gaps_of(model, loads)]
-
-
-def _details(span: Span, model: ModelEvents) -> dict[str, Any]:
-    sizes = model.reduced_bytes if span.kind is EventKind.REDUCE_START else model.gathered_bytes
-    details: dict[str, Any] = {"launch_to_done_ms": (span.end_ns - span.launched_ns) / 1e6}
-    if span.index < len(sizes):
-        details["bytes"] = sizes[span.index]
-    return details
-
-
-def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Puts spans into as few rows as it takes for no two in a row to overlap."""
-    rows: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.start_ns):
-        free = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
-        if free is None:
-            rows.append([span])
-        else:
-            free.append(span)
-    return rows
-
-
-def _metadata(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if name.endswith("sort_index") else "name"
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}}
-
-
-# --- picture ---------------------------------------------------------------------------------------------------------
 
 _COLORS = {
     EventKind.FORWARD_START: "#7fb3d5",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from .bottlenecks import models_of
 from .gaps import GapTimes, gap_times, gaps_of
-from .pictures import chrome_trace, plot
+from .pictures import plot
 from .rendering import new_table, size
-from .summary import FILE, compare, models_of, summary
 from .timeline import ModelEvents, RankEvents, average, bucket_times
 
 
@@ -33,24 +31,17 @@ def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
     return "no step was recorded: the script made none"
 
 
-def write_files(ranks: Sequence[RankEvents], folder: Path, target: str) -> Iterator[str]:
-    """Writes the numbers, the trace of all ranks and the picture; yields what to say about each."""
-    numbers = folder / FILE
-    trace = folder / "trace.json"
+def draw(ranks: Sequence[RankEvents], folder: Path) -> str:
+    """Draws the picture, and returns what to say about it."""
     picture = folder / "timeline.png"
-    numbers.write_text(json.dumps(summary(ranks, target), indent=1), encoding="utf-8")
-    yield f"{numbers}: the numbers, for a later profile's --compare"
-    trace.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
-    yield f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing"
     try:
         plot(ranks, picture)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "matplotlib":
             raise
         picture.unlink(missing_ok=True)  # an older run's
-        yield f"{picture} is not drawn: it needs matplotlib: pip install 'megastrategy[plot]'"
-    else:
-        yield f"{picture}: the last steps"
+        return f"{picture} is not drawn: it needs matplotlib: pip install 'megastrategy[plot]'"
+    return f"{picture}: the last steps"
 
 
 def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
@@ -65,15 +56,6 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
         yield ""
         rank, model = models_by_rank[0]
         yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
-
-
-def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """Returns a row for each part of a step, of two summaries."""
-    table = new_table("ms a step, compared", "", "before", "now", "difference", "ratio")
-    for name, then, now in compare(before, after):
-        ratio = f"{now / then:.2f}" if then > 0 else ""
-        table.add_row(name, f"{then:.2f}", f"{now:.2f}", f"{now - then:+.2f}", ratio)
-    return table
 
 
 def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megastrategy.tools.bottlenecks import RankTimes, verdict_of
+from megastrategy.tools.bottlenecks import RankTimes, rank_times, verdict_of, verdicts
+from megastrategy.tools.timeline import ModelEvents, RankEvents
 
-MS = 1_000_000
+from .timeline_events import FORWARD, MS, WAIT, in_order, one_step, span
 
 
 def times(rank: int = 0, input_ms: float = 0.0, gradients_ms: float = 0.0, parameters_ms: float = 0.0) -> RankTimes:
@@ -61,3 +62,34 @@ def test_clocks_that_differ_make_no_straggler() -> None:
     assert (verdict.lateness.rank, verdict.lateness.num_last) == (3, 41)
     assert verdict.lateness.late_ms == pytest.approx(18.0)
     assert verdict_of(launched({}, clock_ms=(0, 0, 500, -70))).kind == "link-bound"
+
+
+# --- of a record ------------------------------------------------------------------------------------------------------
+
+
+def recorded(rank: int = 0, late: float = 0.0, *, clock: float = 0.0, num_steps: int = 4) -> RankEvents:
+    """Steps of 100 ms every 150, 30 of them loading; between the first two is an evaluation of 40 ms with a wait."""
+    evaluation = in_order(span(FORWARD, 105, 145, 0), span(WAIT, 110, 115, 1))
+    events = []
+    for number in range(num_steps):
+        after = late + (190 if number else 0) + 150 * max(number - 1, 0)
+        events += one_step(after)
+        events += evaluation if number == 0 else []
+    loads = [(round((late + 150 * n + 192) * MS) - 31 * MS, round((late + 150 * n + 192) * MS) - MS) for n in range(9)]
+    return RankEvents(rank, [ModelEvents(events)], round(-clock * MS), loads)
+
+
+def test_an_evaluation_counts_nowhere() -> None:
+    rank = recorded()
+    times = rank_times(rank, rank.models[0])
+    # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, 2 of them in a gap's end
+    assert times.period_ms == pytest.approx(150.0)
+    assert (times.gradients_ms, times.parameters_ms) == (9.0, 14.0)
+    assert times.input_ms == pytest.approx(29.0)
+
+
+def test_the_verdict_of_a_record_is_that_of_its_ranks() -> None:
+    """Rank 1 launches each bucket 12 ms after rank 0, and they end 12 ms later there: it is a clock that differs."""
+    [verdict] = verdicts([recorded(), recorded(1, 12.0)])
+    assert verdict.kind == "input-bound"
+    assert verdicts([RankEvents(0, [ModelEvents([])])]) == []

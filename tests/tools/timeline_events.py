@@ -1,9 +1,8 @@
-"""Events of made-up steps in milliseconds, and the contents of a Chrome trace."""
+"""Events of made-up steps in milliseconds."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,23 +69,3 @@ def one_step(after: float = 0.0) -> list[Event]:
 
 def in_ms(spans: Any) -> list[tuple[str, float, float]]:
     return [(span.name, span.start_ns / MS, span.end_ns / MS) for span in spans]
-
-
-def slices(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            threads[event["pid"], event["tid"]].append(event)
-    return threads
-
-
-def names_of(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
-    return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == what}
-
-
-def assert_nested(events: list[dict[str, Any]]) -> None:
-    """Two slices of a thread are apart, or one is in the other: anything else no viewer can draw."""
-    for one, other in itertools.combinations(sorted(events, key=lambda e: (e["ts"], -e["dur"])), 2):
-        assert one["dur"] >= 0
-        end = one["ts"] + one["dur"]
-        assert other["ts"] >= end - 1e-6 or other["ts"] + other["dur"] <= end + 1e-6, (one, other)
