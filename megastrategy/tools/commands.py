@@ -19,7 +19,7 @@ from .checkpoint_parts import read_file
 from .click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, Group, is_module_option
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
-from .launching import ConfigFileError, check_config_file, launch, write_config
+from .launching import launch
 from .param_names import names_from, names_from_module, names_in_file
 from .plan.command import plan_command
 from .profile_report import draw, has_steps, tables, why_nothing
@@ -53,7 +53,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError, ReplicasError) as error:
+        except (CheckpointError, ReplicasError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -162,31 +162,13 @@ def convert_command(
 def launch_command(arguments: tuple[str, ...]) -> None:
     """Run a script as accelerate launch does, with every Accelerator in it being megastrategy's.
 
-    The file of --config_file may have both accelerate's keys and our options under megatron_ddp_config:, as
-    megastrategy config writes it. All options are those of accelerate launch, which lists them:
+    The file of --config_file may have both accelerate's keys and our options under megatron_ddp_config:. All
+    options are those of accelerate launch, which lists them:
 
     \b
         accelerate launch --help
     """
     launch(arguments)
-
-
-@root.command("config", cls=Command, example="megastrategy config --config_file megatron_ddp.yaml")
-@click.option("--config_file", "file", type=_PATH, default=Path("megatron_ddp.yaml"), show_default=True)
-@_force
-@_expected_failures
-def config_command(file: Path, force: bool) -> None:
-    """Ask a few questions, and write the file that megastrategy launch --config_file reads."""
-    check_config_file(file, force)
-    num_processes = click.prompt("Number of processes on this machine", default=1, type=click.IntRange(min=1))
-    use_cpu = click.confirm("Train on the CPU, even if there are GPUs?", default=False)
-    precision = click.prompt("Mixed precision", default="no", type=click.Choice(["no", "fp16", "bf16"]))
-    sharded = click.confirm("Shard the optimizer over the processes?", default=True)
-    size = click.prompt("Elements in a bucket (0: an eighth of the model)", default=0, type=click.IntRange(min=0))
-    in_fp32 = click.confirm("Reduce the gradients of 16-bit weights in fp32?", default=True)
-    options = {"use_distributed_optimizer": sharded, "bucket_size": size or None, "grad_reduce_in_fp32": in_fp32}
-    write_config(file, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=precision, options=options)
-    click.echo(f"{file} is written: megastrategy launch --config_file {file} train.py")
 
 
 @root.command(

@@ -1,4 +1,4 @@
-"""Writes one file for accelerate's keys and ours, and splits it for ``accelerate launch``."""
+"""Splits a file with accelerate's keys and ours for ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from typing import Any
 from ..accelerate.launch_config import SECTION, LaunchConfigError, plugin_from_launch, read_config_file
 
 LAUNCHER = "megastrategy.launch"
-
-
-class ConfigFileError(ValueError):
-    """Names a place where no configuration can be written, and why."""
 
 
 _ANOTHER_ENGINE = (
@@ -110,41 +106,3 @@ def _write(content: dict[str, Any], path: Path) -> str:
 
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return str(path)
-
-
-def check_config_file(path: Path, force: bool) -> None:
-    """Checks the place before anything is asked: answers to six questions would be lost.
-
-    Raises:
-        ConfigFileError: if the file could not be written, or is there and not to be replaced.
-        ModuleNotFoundError: without PyYAML.
-    """
-    import yaml  # noqa: F401
-
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise ConfigFileError(f"{path} is a folder: say which file in it, such as {path / 'megatron_ddp.yaml'}")
-    if not folder.is_dir():
-        state = f"{path.parent} is no folder" if folder.exists() else f"there is no folder {path.parent}"
-        raise ConfigFileError(f"{path} cannot be written: {state}")
-    if not os.access(folder, os.W_OK):
-        raise ConfigFileError(f"{path} cannot be written: the folder {path.parent} is read-only for this user")
-    if path.exists() and not force:
-        raise ConfigFileError(f"{path} is there already: --force replaces it")
-
-
-def write_config(
-    path: Path, *, num_processes: int, use_cpu: bool, mixed_precision: str, options: Mapping[str, object]
-) -> None:
-    """Writes a file for :func:`launch`, on one machine."""
-    accelerates: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        # MULTI_CPU would want mpirun; use_cpu chooses the device of the processes
-        "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
-        "num_machines": 1,
-        "num_processes": num_processes,
-        "main_process_port": 0,  # any that is free
-        "use_cpu": use_cpu,
-        "mixed_precision": mixed_precision,
-    }
-    _write(accelerates | {SECTION: options}, path)

@@ -23,7 +23,7 @@ _BEGIN = """\
 | command | guide |
 |---|---|
 | `megastrategy checkpoint` | [checkpoints](../checkpoints.md#the-tool) |
-| `megastrategy config`, `megastrategy launch` | [Accelerate and Transformers](../accelerate.md) |
+| `megastrategy launch` | [Accelerate and Transformers](../accelerate.md) |
 | `megastrategy plan` | [know whether a model fits](../planning.md) |
 | `megastrategy replicas` | [replicas that fail and come back](../replicas.md) |
 | `megastrategy profile` | [see where a step waits](../profiling.md) |

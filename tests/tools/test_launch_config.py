@@ -1,67 +1,23 @@
-"""``megastrategy config`` and ``megastrategy launch``: what is asked and written, and what accelerate gets of it."""
+"""``megastrategy launch``: what is refused before a script runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from click.testing import CliRunner, Result
 
-from megastrategy.accelerate.launch_config import plugin_from_launch
-from megastrategy.accelerate.plugin import MegatronDDPPlugin
-from megastrategy.tools import launching
 from megastrategy.tools.commands import root
 
 
-def run(*arguments: str, answers: str = "") -> Result:
-    return CliRunner().invoke(root, arguments, input=answers)
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(root, arguments)
 
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("raise AssertionError('it ran')")
     monkeypatch.chdir(tmp_path)
-
-
-def as_accelerate_reads(path: Path) -> Any:
-    """Its own reading of the file without our part."""
-    theirs, has_section = launching._split(path)
-    assert has_section
-    file = launching._write(theirs, path.with_suffix(".theirs.yaml"))
-    return _validate_launch_command(launch_command_parser().parse_args(["--config_file", file, "train.py"]))[0]
-
-
-def test_answers_become_one_file_that_accelerate_and_we_read() -> None:
-    result = run("config", answers="2\ny\nbf16\nn\n1000\nn\n")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1].endswith("megastrategy launch --config_file megatron_ddp.yaml train.py")
-    path = Path("megatron_ddp.yaml")
-    assert plugin_from_launch(path, {}) == MegatronDDPPlugin(
-        use_distributed_optimizer=False, bucket_size=1000, grad_reduce_in_fp32=False
-    )
-    read = as_accelerate_reads(path)
-    assert (read.num_processes, read.multi_gpu, read.use_cpu, read.mixed_precision) == (2, True, True, "bf16")
-    assert read.main_process_port == 0, "any port that is free"
-
-
-def test_the_defaults_are_one_process_and_our_defaults() -> None:
-    assert run("config", "--config_file", "a.yaml", answers="\n" * 6).exit_code == 0
-    assert plugin_from_launch(Path("a.yaml"), {}) == MegatronDDPPlugin()
-    read = as_accelerate_reads(Path("a.yaml"))
-    assert (read.num_processes, read.multi_gpu, read.use_cpu, read.mixed_precision) == (1, False, False, "no")
-
-
-def test_a_file_that_is_there_is_kept_unless_forced() -> None:
-    path = Path("megatron_ddp.yaml")
-    path.write_text("mine")
-    result = run("config", answers="\n" * 6)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "Error: megatron_ddp.yaml is there already: --force replaces it\n"
-    assert path.read_text() == "mine"
-    assert run("config", "--force", answers="\n" * 6).exit_code == 0
-    assert path.read_text() != "mine"
 
 
 @pytest.mark.parametrize(
