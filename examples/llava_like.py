@@ -7,7 +7,7 @@
 A vision tower, which stays frozen, a projector and a language model are one chain of layers. First the projector alone
 is trained, to align both, then the language model with it. The planner chooses how many layers each stage has, for
 cards that differ in memory and speed (these processes only play them). Images show a few coloured squares, and captions
-are the colours in order. Writes OUT/losses.csv, OUT/last.pt, whose weights are whole, and a picture of each plan.
+are the colours in order. Writes OUT/losses.csv, OUT/last.pt, whose weights are whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Pipeline
 from megastrategy.pipeline import whole_state_dict
 from megastrategy.tools.plan.cards import parse_cards
-from megastrategy.tools.plan.picture import draw
 
 COLOURS, SQUARES, PATCH = 8, 6, 4
 VISION_WIDTH, WIDTH, HEADS = 48, 64, 4
@@ -172,7 +171,6 @@ def main() -> None:
         )
         if rank == 0:
             print(f"{phase}: {plan.split_spec} layers on {', '.join(plan.stage_order)}; {plan.why}")
-            draw(plan, cards, options.out / f"{phase}.png")
 
         mesh = mesh_of(plan.stage_order, [card.name for card in cards])
         net = Pipeline(

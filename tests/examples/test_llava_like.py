@@ -28,5 +28,3 @@ def test_stages_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> No
         assert list(weights) == list(expected)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=0.0, atol=2e-3)
-        for phase in ("align", "tune"):
-            assert (tmp_path / out / f"{phase}.png").stat().st_size > 10_000

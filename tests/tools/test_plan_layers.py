@@ -45,7 +45,7 @@ def test_fewer_microbatches_than_stages_are_refused_where_torch_refuses_them() -
     layers, x, cards = mlp(parameters=3), torch.ones(2, 8), parse_cards("mine=8GB@1TFLOPS:3")
     with pytest.raises(ValueError, match="2 microbatches for 3 cards: expected at least as many with '1f1b'"):
         megastrategy.plan(layers, x, devices=cards, microbatches=2)
-    assert set(megastrategy.plan(layers, x, devices=cards, microbatches=2, schedule="gpipe").step_times) == {"gpipe"}
+    assert sum(megastrategy.plan(layers, x, devices=cards, microbatches=2, schedule="gpipe").split_spec) == len(layers)
 
 
 class Tied(nn.Module):

@@ -387,7 +387,6 @@ def test_gradients_may_be_larger_than_memory(tmp_path: Path) -> None:
         (["nowhere.py"], "does not exist"),
         (["/"], "the script / is no file"),
         (["--split", "1-2", "x.py"], "--split needs --cards"),
-        (["--picture", "x.png", "x.py"], "--picture needs --cards"),
     ],
 )
 def test_a_wrong_command_line_is_told_before_anything_runs(arguments: list[str], says: str) -> None:

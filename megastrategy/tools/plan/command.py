@@ -7,10 +7,9 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,17 @@ from torch import Tensor, nn
 
 from ..click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, is_module_option
 from ..rendering import show
-from .cards import Card, parse_cards
+from .cards import parse_cards
 from .layers import first_line
 from .memory import parse_bytes, parse_ranks
-from .partitions import Plan, plan
+from .partitions import plan
 from .report import memory_json, memory_tables, partition_table
 from .scripts import PlanError, measure_script
-
-_LAYERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-class _Plan(Command):
-    """Reads its options also behind ``module:layers``, which takes no arguments."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        has_cards = any(argument.split("=")[0] == "--cards" for argument in args)
-        ctx.allow_interspersed_args = has_cards and any(_LAYERS.fullmatch(argument) for argument in args)
-        return super().parse_args(ctx, args)
 
 
 @click.command(
     "plan",
-    cls=_Plan,
+    cls=Command,
     example="megastrategy plan --ranks 8,64 --device-memory 24GiB train.py --epochs 3",
     context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
 )
@@ -60,9 +48,6 @@ class _Plan(Command):
     "--frozen", metavar="FIRST-LAST,...", help="With --cards: layers that are not trained.  [default: as they are]"
 )
 @click.option("--split", metavar="N-N-...", help="With --cards: what this cut takes, on the cards in this order.")
-@click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="With --cards: draw it into this file."
-)
 @click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -89,11 +74,11 @@ def plan_command(
 
 
 _OF_RANKS = ("ranks", "memory", "computes", "is_module", "arguments")
-_OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "picture", "together")
+_OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "together")
 
 
 def _check_given(context: click.Context, *, cuts: bool) -> None:
-    """Raises for options of the other question, and for options after the script that the script does not mention."""
+    """Raises for options of the other question, and for options after the script."""
     spelled = {param.name: param.opts[0] for param in context.command.params}
     for name in _OF_RANKS if cuts else _OF_CARDS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
@@ -104,22 +89,11 @@ def _check_given(context: click.Context, *, cuts: bool) -> None:
     arguments = context.params["arguments"]
     for argument in arguments if arguments[:1] != ("--",) else ():
         option = argument.partition("=")[0]
-        if option not in options:
-            continue
-        if not _mentions(script, option):
+        if option in options:
             raise click.UsageError(
                 f"{option} after {script} is an argument of the script: type {context.command_path} {option} ... "
                 f"{script} for the plan, or {context.command_path} {script} -- {' '.join(arguments)} for the script"
             )
-        click.echo(
-            f"note: {argument} comes after the script, which has such an option, so it is the script's", err=True
-        )
-
-
-def _mentions(script: str, option: str) -> bool:
-    """Returns whether the file contains the name of an option."""
-    path = Path(script)
-    return path.is_file() and option.removeprefix("--") in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _plan_ranks(
@@ -160,7 +134,6 @@ def _plan_partitions(
     slack: float,
     frozen: str | None,
     split: str | None,
-    picture: Path | None,
     together: tuple[str, ...],
     as_json: bool,
     **_: Any,
@@ -193,28 +166,12 @@ def _plan_partitions(
             frozen=not_trained,
             split_spec=spec_of_split,
         )
-        if picture is not None:
-            _draw(found, devices, picture)
     except ValueError as error:
         raise PlanError(str(error)) from error
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
-        by_schedule = ", ".join(f"{schedule} {ms:,.1f} ms" for schedule, ms in found.step_times.items())
-        show(partition_table(found, devices), found.why, f"this cut by schedule: {by_schedule}")
-
-
-def _draw(found: Plan, devices: Sequence[Card], picture: Path) -> None:
-    from .picture import draw
-
-    try:
-        draw(found, devices, picture)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "matplotlib":
-            raise
-        raise PlanError(f"{picture} is not drawn: it needs matplotlib: pip install 'megastrategy[plot]'") from error
-    except OSError as error:
-        raise PlanError(f"{picture} cannot be written: {error.strerror}") from error
+        show(partition_table(found, devices), found.why)
 
 
 def _split(text: str) -> list[int]:

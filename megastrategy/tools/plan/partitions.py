@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
 from .cards import Card
 from .layers import measure_layers
-from .schedule import Schedule, Span, step_ms, timeline
-from .search import Candidate, Objective, Question, TooManyError, evaluate, search, stage_times
+from .schedule import Schedule
+from .search import Candidate, Objective, Question, TooManyError, evaluate, search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,6 @@ class Plan:
         step_time: of the simulated step, in milliseconds; an estimate from operations, see :class:`.Card`.
         waste: the study's weighted memory waste ratio T.
         why: what it was compared with.
-        step_times: of this cut by schedule, in milliseconds, whether or not it fits so: GPipe holds more microbatches.
-            "interleaved" has each card's layers in two halves, and is there where they and the microbatches divide so.
-        timeline: of the simulated step, what each stage does when; the tuples are card, action, start and end.
     """
 
     split_spec: tuple[int, ...]
@@ -36,8 +33,6 @@ class Plan:
     step_time: float
     waste: float
     why: str
-    step_times: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    timeline: tuple[Span, ...] = dataclasses.field(default=(), repr=False)
 
 
 class NothingFitsError(ValueError):
@@ -114,7 +109,7 @@ def _of_split(question: Question, split: Sequence[int]) -> Plan:
     fits = f"it does not fit the memory of {', '.join(card.name for card in full)}" if full else "it fits"
     fastest, unsure = _search(question, "time")
     than = "nothing that fits is known to be better" if fastest is None else f"the fastest is {_said(fastest)}"
-    return _plan(question, given, f"as you gave it; {fits}; {than}{unsure}")
+    return _plan(given, f"as you gave it; {fits}; {than}{unsure}")
 
 
 def _search(question: Question, objective: Objective) -> tuple[Candidate | None, str]:
@@ -128,29 +123,9 @@ def _search(question: Question, objective: Objective) -> tuple[Candidate | None,
         return error.best, said
 
 
-def _plan(question: Question, found: Candidate, why: str) -> Plan:
-    times = stage_times(question, found.order, found.split)
-    spans = timeline(times, question.num_microbatches, question.schedule)
-    names = tuple(card.name for card in found.order)
-    by_schedule = _by_schedule(question, found)
-    return Plan(tuple(found.split), names, found.peak_bytes, found.step_ms, found.waste, why, by_schedule, tuple(spans))
-
-
-def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
-    m = question.num_microbatches
-    num_cards = len(found.order)
-    stages = stage_times(question, found.order, found.split)
-    # torch's 1F1B takes no fewer microbatches than stages.
-    times = {
-        schedule: step_ms(stages, m, schedule)
-        for schedule in ("1f1b", "gpipe")
-        if schedule == "gpipe" or m >= num_cards
-    }
-    if num_cards > 1 and min(found.split) > 1 and m % num_cards == 0:
-        halves = [*(n // 2 for n in found.split), *(n - n // 2 for n in found.split)]
-        stages = stage_times(question, [*found.order, *found.order], halves)
-        times["interleaved"] = step_ms(stages, m, "interleaved", num_cards=num_cards)
-    return times
+def _plan(candidate: Candidate, why: str) -> Plan:
+    names = tuple(card.name for card in candidate.order)
+    return Plan(tuple(candidate.split), names, candidate.peak_bytes, candidate.step_ms, candidate.waste, why)
 
 
 def plan_of(question: Question, objective: Objective) -> Plan:
@@ -172,7 +147,7 @@ def plan_of(question: Question, objective: Objective) -> Plan:
         f"{_said(fullest)}{unsure_of_waste}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is "
         "low where cards are full, not where a step is fast"
     )
-    return _plan(question, best, why)
+    return _plan(best, why)
 
 
 def _said(candidate: Candidate) -> str:
