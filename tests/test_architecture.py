@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_unsharded_optimizers": {"core"},
     "_faults": {"core"},
     "_checkpoints": {"core", "_faults"},
-    "pipeline": {"core", "errors", "tools.plan.cards", "tools.plan.partitions"},
+    "pipeline": {"core", "errors"},
     "_lightning": {
         "core",
         "_expert_mesh",

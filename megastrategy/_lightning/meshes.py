@@ -4,14 +4,12 @@ Lightning's names."""
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
@@ -19,7 +17,7 @@ from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
 from .._expert_mesh import EXPERT_DATA, check_divides, check_has_experts, make_expert_mesh
 from .._faults.process_collectives import engine_collectives
 from ..core import DistributedDataParallelConfig, Replicas, check_expert_options, cut_state, materialise
-from .weight_averages import averages_weights
+from .callbacks import is_a
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -252,24 +250,24 @@ class ModelMesh:
         set_model_state_dict(module, cut_state(module, weights), options=StateDictOptions(strict=strict))
 
 
-def check_pipeline_loop(mesh: ModelMesh, trainer: Any, precision: str) -> None:
-    """Raises ValueError for settings of a Trainer that do not work with a schedule, whose forward runs backwards."""
+def check_trainer(mesh: ModelMesh, trainer: Any, precision: str) -> None:
+    """Raises ValueError for settings of a Trainer that do not work where ranks share a model."""
     mesh.check_precision(precision)
-    if not mesh.is_pipeline:
-        return
+    averaging = ("StochasticWeightAveraging", "WeightAveraging") if mesh.is_pipeline else ("StochasticWeightAveraging",)
+    for callback in trainer.callbacks:
+        if any(is_a(callback, name) for name in averaging):
+            way_out = "Average" if mesh.is_pipeline else "Use WeightAveraging, or average"
+            raise ValueError(
+                f"{type(callback).__name__} with ranks that share a model: its averages in a checkpoint would lack "
+                f"other ranks' parts, and Lightning refuses it for sharded models, too. {way_out} the weights of "
+                "several checkpoints afterwards"
+            )
     number = trainer.accumulate_grad_batches
-    if number != 1:
+    if mesh.is_pipeline and number != 1:
         raise ValueError(
             f"accumulate_grad_batches={number} with a pipeline: its forward begins from zero. Let a batch be "
             f"{number} times as large, and have {number} times as many microbatches"
         )
-    for callback in trainer.callbacks:
-        if averages_weights(callback):
-            raise ValueError(
-                f"{type(callback).__name__} with a pipeline: its averages in a checkpoint are those of rank 0, "
-                "which has one stage, and those of the other stages would be lost. Average the weights of several "
-                "checkpoints afterwards"
-            )
 
 
 @contextmanager
@@ -310,43 +308,3 @@ def allocate(module: Module, device: torch.device) -> None:
             f"{', '.join(without)} have no reset_parameters() method: their parameters and buffers, made on meta, have "
             "memory and no values now. Load or set them before training"
         )
-
-
-def loss_parallel_backward(mesh: ModelMesh, module: Any, loss: Tensor) -> AbstractContextManager[Any]:
-    """Opens torch's ``loss_parallel`` for a backward where ``training_step`` has left it, and backward needs it.
-
-    A module's own backward opens it itself, as Lightning's documentation says, and torch cannot open it twice.
-    """
-    opens_itself = type(module).backward.__qualname__ != "LightningModule.backward"
-    if TENSOR not in mesh.names or opens_itself or not is_loss_parallel(loss):
-        return nullcontext()
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    context: AbstractContextManager[Any] = loss_parallel()
-    return context
-
-
-_NEAR = 200
-"""The number of graph nodes that are searched: losses are near its end, and a walk over a large graph takes long."""
-
-
-def is_loss_parallel(loss: Tensor) -> bool:
-    """Whether torch's ``loss_parallel`` was open where this loss was computed, so that backward needs it too.
-
-    Only then are the logits of a cross entropy cut along their classes; without it DTensor gathers them first.
-    """
-    pending = deque([loss.grad_fn])
-    seen = set[Any]()
-    while pending and len(seen) < _NEAR:
-        node = pending.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() in ("NllLossBackward0", "NllLoss2DBackward0"):
-            logits = node._saved_self  # type: ignore[attr-defined]
-            classes = 1 if logits.dim() > 1 else 0
-            placements = getattr(logits, "placements", ())
-            if any(placement.is_shard(classes) for placement in placements):
-                return True
-        pending.extend(child for child, _ in node.next_functions)
-    return False

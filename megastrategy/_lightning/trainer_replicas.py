@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.nn import Module
 
 from ..core import CollectiveError, ReplicaMismatchError, Replicas
+from .callbacks import is_a
 from .replaced_methods import ReplacedMethods
-from .weight_averages import is_a
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -58,11 +58,10 @@ from .launchers import refuse_notebook, refuse_ray_worker
 from .meshes import (
     ModelMesh,
     allocate,
-    check_pipeline_loop,
+    check_trainer,
     empty_init_context,
     is_on_meta,
     leave_in_place,
-    loss_parallel_backward,
 )
 from .precision import EnginePrecision, add_engine_clipping, remove_engine_clipping
 from .schedulers import with_users_optimizers
@@ -70,7 +69,6 @@ from .signals import SignalAgreement
 from .signature import ALL_REDUCE_OPTION, NO_SCALER, SAVE_ON_ALL_RANKS, read_options
 from .trainer_checkpoints import add_main_params, check_directory_io, load_optimizer_states, take_tensors, unmapped
 from .trainer_replicas import TrainerReplicas
-from .weight_averages import FullAverages
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -167,7 +165,6 @@ class TrainerStrategy(_Base):
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
         self._checked = CheckedCollectives(self, self._mesh)
         self._signals: SignalAgreement | None = None
-        self._full_averages: FullAverages | None = None
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self._listeners: list[Callable[[Event], None]] = []
@@ -221,8 +218,7 @@ class TrainerStrategy(_Base):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._mesh.shares_model:
-            check_pipeline_loop(self._mesh, trainer, self.precision_plugin.precision)
-            self._full_averages = FullAverages(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+            check_trainer(self._mesh, trainer, self.precision_plugin.precision)
         self._checked.check("setup")
         wrapped = DistributedDataParallel(
             model,
@@ -308,9 +304,6 @@ class TrainerStrategy(_Base):
             function = module.trainer.state.fn  # None in a strategy that is torn down outside of a run
             what = "run" if function is None else function.value
             end_run(f"its {what} after {module.trainer.global_step} steps")
-        if self._full_averages is not None:
-            self._full_averages.close()
-            self._full_averages = None
         plugin = self.precision_plugin
         # a plugin may be shared with the next Trainer, under "ddp" perhaps
         remove_engine_clipping(plugin, self._engine_precision)
@@ -359,11 +352,6 @@ class TrainerStrategy(_Base):
             outputs = super().training_step(*args, **kwargs)
         wrapped.leave_buffers_apart()
         return outputs
-
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with loss_parallel_backward(self._mesh, self.lightning_module, closure_loss):
-            loss: Tensor = super().backward(closure_loss, *args, **kwargs)
-        return loss
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Pipeline(StagedModule):
     Args:
         layers: the whole chain, on every rank. A layer gets what the one before it returned, a tuple as several
             arguments. Built on meta, those of this rank get memory, by each module's ``reset_parameters``.
-        split_spec: the number of layers of each stage; "auto" for the planner's, on devices of one kind.
+        split_spec: the number of layers of each stage, such as the ``split_spec`` of :func:`megastrategy.plan`.
         loss: of the last layer's output and a target: a mean over the samples.
         microbatches: how many parts a batch is divided into, along the first dimension.
         schedule: "1F1B", "GPipe" or, with several stages a rank, "Interleaved1F1B", as torch calls them.
@@ -56,7 +56,6 @@ class Pipeline(StagedModule):
             or the Pipeline after. None where one process has all layers.
         keep_together: first and last layer, by number, of parts that are not to be cut.
         inputs: by a layer's number, the names of :meth:`forward`'s keyword arguments that it gets as well.
-        sample: for the planner, one microbatch of the first layer's argument; values do not matter.
 
     Attributes:
         layers: all of them; those of other ranks are empty modules in their places, so that parameters have the
@@ -76,7 +75,7 @@ class Pipeline(StagedModule):
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        split_spec: Sequence[int] | Literal["auto"],
+        split_spec: Sequence[int],
         *,
         loss: Callable[[Any, Tensor], Tensor],
         microbatches: int,
@@ -84,7 +83,6 @@ class Pipeline(StagedModule):
         mesh: DeviceMesh | None = None,
         keep_together: Sequence[tuple[int, int]] = (),
         inputs: Mapping[int, str | Sequence[str]] | None = None,
-        sample: Tensor | None = None,
     ) -> None:
         super().__init__()
         check_schedule(schedule)
@@ -93,14 +91,6 @@ class Pipeline(StagedModule):
         if mesh is not None:
             mesh, self.tensor_mesh = _stages_and_tensor_ranks(mesh)
         self._device = _device_of(mesh, layers)
-        if split_spec == "auto":
-            split_spec = [len(layers)]
-            if mesh is not None:
-                # Imported here: the planner is a tool that a given division does not need.
-                from .auto import planned_split
-
-                division = microbatches, schedule, keep_together
-                split_spec = planned_split(layers, sample, mesh, self._device, *division)
         names = [type(layer).__name__ for layer in layers]
         num_ranks = mesh.size() if mesh is not None else len(split_spec)
         plan = make_plan(names, split_spec, num_ranks, "1F1B" if mesh is None else schedule, keep_together)

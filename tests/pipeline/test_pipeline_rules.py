@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core import Event, EventKind
 from megastrategy.errors import LossTokensError, NonFiniteGradError, ReplicaMismatchError, StageError
 from megastrategy.pipeline import Pipeline
-from megastrategy.tools.plan.cards import parse_cards
 from tests.support.comparison import message
 from tests.support.pipelines import (
     SAMPLES,
@@ -333,20 +331,6 @@ def from_meta(mesh: DeviceMesh) -> tuple[set[str], bool]:
     return {str(p.device) for p in net.parameters()}, all(torch.equal(w, everybody[0]) for w in everybody)
 
 
-def planned(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], float, str]:
-    """The division that the planner makes here, that of its own call, a loss, and an error's words."""
-    sample = torch.zeros(SAMPLES // 4, SEQUENCE, dtype=torch.long)
-    build = functools.partial(Pipeline, loss=loss_of, microbatches=4, mesh=mesh["pp"])
-    net = build(make_layers(CASE), "auto", sample=sample, keep_together=[(0, 2)])
-    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
-    tokens, targets = batch_of(0, 0)
-    loss = float(model(tokens, target=targets))
-    model.close()
-    cards = parse_cards("one=1GB@1TFLOPS:2")
-    own = megastrategy.plan(make_layers(CASE), sample, devices=cards, microbatches=4, keep_together=[(0, 2)])
-    return net.plan.split_spec, own.split_spec, loss, message(ValueError, lambda: build(make_layers(CASE), "auto"))
-
-
 ASKED = (
     reductions,
     nan_in_one_stage,
@@ -359,7 +343,6 @@ ASKED = (
     recomputed,
     in_another_order,
     from_meta,
-    planned,
 )
 
 
@@ -443,15 +426,6 @@ def test_recomputed_activations_change_nothing(answered: list[dict[str, Any]]) -
 
 def test_stages_are_in_the_order_of_the_mesh(answered: list[dict[str, Any]]) -> None:
     assert max(answer["in_another_order"] for answer in answered) <= 1e-6
-
-
-def test_the_planner_divides_where_it_is_asked(answered: list[dict[str, Any]]) -> None:
-    for found, own, loss, error in (answer["planned"] for answer in answered):
-        assert found == own
-        assert len(found) == 2
-        assert found[0] >= 3, "kept together"
-        assert loss > 0
-        assert "pass sample=" in error
 
 
 def test_layers_on_meta_get_memory_where_they_are_and_copies_one_value(answered: list[dict[str, Any]]) -> None:

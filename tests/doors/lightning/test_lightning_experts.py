@@ -271,7 +271,6 @@ def test_losses_of_different_numbers_of_tokens_train_as_their_mean(mesh: Ranks, 
 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "nothing": pl.Callback,
-    "stochastic": lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),
     "moving": lambda: EMAWeightAveraging(decay=0.5),
 }
 
@@ -292,7 +291,6 @@ def fit_beside(callback: str, precision: Any, options: dict[str, Any]) -> dict[s
 @pytest.mark.parametrize(
     ("callback", "precision", "tolerance"),
     [
-        ("stochastic", None, 2e-6),
         ("moving", None, 2e-6),
         ("nothing", "16-mixed", 2e-2),
         pytest.param("nothing", "bf16-true", 2e-2, marks=pytest.mark.long),
@@ -304,6 +302,20 @@ def test_divided_experts_are_averaged_and_rounded_as_whole_ones(
     expected = mesh.run(fit_beside, callback, precision, {})
     for own, other in zip(mesh.run(fit_beside, callback, precision, EP2), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0.0, atol=tolerance)
+
+
+def fit_stochastic() -> str:
+    averages = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    trainer = make_trainer(MegatronDDPStrategy(**EP2), max_epochs=1, callbacks=[averages])
+    with pytest.raises(ValueError, match="share a model") as raised:
+        trainer.fit(LitExperts(), loader(RANKS))
+    return str(raised.value)
+
+
+def test_stochastic_averages_of_parts_are_refused(mesh: Ranks) -> None:
+    for text in mesh.run(fit_stochastic):
+        assert text.startswith("StochasticWeightAveraging with ranks that share a model")
+        assert "Use WeightAveraging" in text
 
 
 class MadeOnMeta(LitExperts):

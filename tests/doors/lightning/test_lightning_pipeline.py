@@ -172,7 +172,7 @@ def refused(**options: Any) -> str:
     ("options", "said"),
     [
         ({"accumulate_grad_batches": 3}, "Let a batch be 3 times as large, and have 3 times as many microbatches"),
-        ({"averages": True}, "those of the other stages would be lost"),
+        ({"averages": True}, "would lack other ranks"),
         ({"stage_order": [0, 2]}, "expected each number from 0 to 1 once"),
         (
             {"tensor_parallel_size": 2},
