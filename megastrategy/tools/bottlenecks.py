@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..core import EventKind
-from .gaps import LOADING, gaps_of
 from .timeline import ModelEvents, RankEvents, average, evaluations_of, overlap_ns, spans_of
 
 Kind = Literal["straggler", "input-bound", "link-bound", "compute-bound"]
@@ -176,10 +175,12 @@ def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
     input_ms = 0.0
     # A single step does not show the time between two.
     if len(steps) > 1:
-        evaluated_ns = overlap_ns(within, evaluations_of(spans_of(model.events)))
-        loads = [(gap.start_ns, gap.end_ns) for gap in gaps_of(model, rank.loads) if gap.name == LOADING]
+        evaluations = evaluations_of(spans_of(model.events))
+        evaluated_ns = overlap_ns(within, evaluations)
+        loaded_ns = overlap_ns(within, rank.loads)
+        loaded_ns -= sum(overlap_ns(evaluation, rank.loads) for evaluation in evaluations)
         period_ms = (within[1] - within[0] - evaluated_ns) / 1e6 / (len(steps) - 1)
-        input_ms = overlap_ns(within, loads) / 1e6 / (len(steps) - 1)
+        input_ms = loaded_ns / 1e6 / (len(steps) - 1)
     spans = sorted(spans_of(model.events), key=lambda span: span.launched_ns)
     reduced = [span for span in spans if span.kind is EventKind.REDUCE_START]
     offset_ns = rank.clock_offset_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,16 +150,13 @@ def read_object(path: Path, trust: bool) -> Any:
 # --- directories -----------------------------------------------------------------------------------------------------
 
 
-def read_directory_parts(
-    path: Path, trust: bool = False, make: Callable[[TensorStorageMetadata], Tensor] | None = None
-) -> Parts:
+def read_directory_parts(path: Path, trust: bool = False, *, reads: bool = False) -> Parts:
     """Reads the parts of a directory.
 
     Args:
         path: of the directory.
         trust: for values that are not tensors, and for the ``.metadata``.
-        make: the tensor to read into, from its description in the directory. By default nothing is read, and
-            the tensors are on torch's "meta" device.
+        reads: whether tensors are read. Otherwise they are on torch's "meta" device.
 
     Raises:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
@@ -168,7 +165,7 @@ def read_directory_parts(
     extra_file = path / EXTRA_FILE
     extra = dict(read_object(extra_file, trust)) if extra_file.is_file() else {}
     try:
-        found = directory.read(None, lambda _, saved: _on_meta(saved) if make is None else make(saved))
+        found = directory.read(None, None if reads else lambda _, saved: _on_meta(saved))
     except CheckpointError as error:
         causes = [cause for cause, _ in getattr(error.__cause__, "failures", {}).values()]
         raise next((cause for cause in causes if isinstance(cause, CheckpointError)), error) from error
@@ -193,11 +190,6 @@ def read_directory_parts(
 
 def _on_meta(saved: TensorStorageMetadata) -> Tensor:
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-
-
-def nbytes_of(entry: TensorStorageMetadata) -> int:
-    """The bytes of the whole tensor."""
-    return entry.size.numel() * entry.properties.dtype.itemsize
 
 
 # --- kinds of state --------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> No
 def consolidate_command(directory: Path, out: Path | None, force: bool, trust: bool) -> None:
     """Make one file of a sharded DIRECTORY, as strategy="ddp" would have written it.
 
-    OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. The disk needs space for one more copy meanwhile.
+    OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. The directory is read into memory.
     """
     file = default_file(directory) if out is None else out
     consolidate(directory, file, force=force, trust=trust)

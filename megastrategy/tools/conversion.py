@@ -1,36 +1,25 @@
 """A sharded directory made into one file, and one file into a sharded directory; complete, or not there.
 
-Neither holds the checkpoint in memory: a file is mapped, and a directory is read into a temporary file that is mapped,
-beside the one that is written from it. So for a while the disk holds the checkpoint once more than before and after.
+A file is mapped. A directory is read into host memory, as by Lightning's ``consolidate_checkpoint`` and torch's
+``dcp_to_torch_save``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from .._checkpoints.files import save_file, write_synced
 from .._checkpoints.not_tensors import not_tensors
 from .._checkpoints.paths import replace_path, sync_directory
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
-from .checkpoint_parts import Parts, by_name, content_of_file, nbytes_of, read_directory_parts
+from .checkpoint_parts import Parts, by_name, content_of_file, read_directory_parts
 from .param_names import Names
-from .trusting import open_checked
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-_ALIGNMENT = 64
 
 
 def default_file(directory: Path) -> Path:
@@ -47,18 +36,8 @@ def consolidate(directory: Path, file: Path, *, force: bool = False, trust: bool
         CheckpointError: if the directory is no complete checkpoint, or ``file`` is there and not to be replaced.
         OSError: if it cannot be written; what was there is as it was.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     check_target(file, force)
-    entries = open_checked(directory, trust).metadata.state_dict_metadata.values()
-    sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
-    scratch = _Scratch(sizes)
-    with _naming(file, "it was not written"):
-        file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with _naming(file, f"there is no room for {scratch.nbytes:,} bytes in a temporary file beside it"):
-        scratch.open(file.absolute().parent)
-    with contextlib.closing(scratch):
-        save_file(content_of_file(read_directory_parts(directory, trust, scratch.tensor)), file)
+    save_file(content_of_file(read_directory_parts(directory, trust, reads=True)), file)
 
 
 def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False) -> None:
@@ -139,44 +118,6 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path) -> None:
             cause = reason
         raise cause from error
     write_synced(extra, staged / EXTRA_FILE)
-
-
-class _Scratch:
-    """Makes room for all tensors of a directory, in a file that has no name.
-
-    That is memory which the system writes out when it needs some, and which is gone when the process is, however it
-    ends.
-    """
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self.nbytes = sum(_aligned(nbytes) for nbytes in sizes) or 1  # nothing cannot be mapped
-        self._map: mmap.mmap | None = None
-        self._used = 0
-
-    def open(self, where: Path) -> None:
-        with tempfile.TemporaryFile(dir=where) as file:
-            if hasattr(os, "posix_fallocate"):  # or a full disk would end the process when it writes to the memory
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)
-            else:
-                file.truncate(self.nbytes)
-            self._map = mmap.mmap(file.fileno(), self.nbytes)
-
-    def close(self) -> None:
-        self._map = None  # unmapped when the last tensor in it is gone
-
-    def tensor(self, entry: TensorStorageMetadata) -> Tensor:
-        """Makes room for one tensor, with a storage of its own: torch.save writes whole storages."""
-        nbytes = nbytes_of(entry)
-        if nbytes == 0:
-            return torch.empty(entry.size, dtype=entry.properties.dtype)
-        assert self._map is not None
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self._used)
-        self._used += _aligned(nbytes)
-        return flat.view(entry.properties.dtype).view(entry.size)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import EventKind
-from .gaps import EVALUATION, LOADING, Gap, gaps_of
 from .timeline import Lane, ModelEvents, RankEvents, Span, Step, average, evaluations_of, spans_of
 
 if TYPE_CHECKING:
@@ -21,11 +20,8 @@ _COLORS = {
     EventKind.GATHER_START: "#58a55c",
     EventKind.WAIT_START: "#c62828",
 }
-_GAP_COLORS = {LOADING: "#f2d13c", EVALUATION: "#9fd8cb"}
-_OTHER_GAPS = "#e6e6e6"
-_MIN_SHARE_TO_NAME = 0.04
-"""The part of the picture's width below which a gap's name would not fit into it."""
-
+_LOADING = "#f2d13c"
+_EVALUATION = "#9fd8cb"
 _LEGEND = ("forward", "backward", "optimizer step", "reduce a bucket", "gather a bucket", "waiting: exposed")
 _MAX_RANKS_DRAWN = 4
 
@@ -34,7 +30,7 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
     """Draws the last steps: for each of the first ranks what it computes, red where it waits, over what is on the wire.
 
     Of several wrapped models the one with the most steps is drawn. Steps with an evaluation in or between them are
-    drawn only if there are no others: it would fill the picture. Gaps are pale, and wide ones have their name.
+    drawn only if there are no others: it would fill the picture. Data loading and evaluations are pale.
 
     Raises:
         ValueError: if no whole step was recorded.
@@ -56,13 +52,15 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
     axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     for rank, model, axis in zip(drawn, models, axes, strict=True):
         offset_ns = rank.clock_offset_ns - start_ns
-        _draw_gaps(axis, gaps_of(model, rank.loads), offset_ns, end_ns - start_ns)
+        evaluations = evaluations_of(spans_of(model.events))
+        _draw_pale(axis, rank.loads, _LOADING, offset_ns, end_ns - start_ns)
+        _draw_pale(axis, evaluations, _EVALUATION, offset_ns, end_ns - start_ns)
         _draw(axis, spans_of(model.events), offset_ns, end_ns - start_ns)
         axis.set_title(_title(rank.rank, model.steps), loc="left", fontsize=9)
     axes[-1].set_xlabel("ms")
     patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
-    patches += [Patch(color=color, label=name) for name, color in _GAP_COLORS.items()]
-    patches.append(Patch(color=_OTHER_GAPS, label="other gaps"))
+    patches.append(Patch(color=_LOADING, label="data loading"))
+    patches.append(Patch(color=_EVALUATION, label="evaluation"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -79,17 +77,12 @@ def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) ->
     return steps[-1:]
 
 
-def _draw_gaps(axis: Axes, gaps: Iterable[Gap], offset_ns: int, length_ns: int) -> None:
-    for gap in gaps:
-        start_ns = max(0, gap.start_ns + offset_ns)
-        end_ns = min(length_ns, gap.end_ns + offset_ns)
-        if end_ns <= start_ns:
-            continue
-        box = [(start_ns / 1e6, (end_ns - start_ns) / 1e6)]
-        axis.broken_barh(box, (1, 0.9), facecolors=_GAP_COLORS.get(gap.name, _OTHER_GAPS), edgecolors="none")
-        if end_ns - start_ns >= _MIN_SHARE_TO_NAME * length_ns:
-            middle_ms = (start_ns + end_ns) / 2e6
-            axis.text(middle_ms, 1.45, gap.name, fontsize=6, ha="center", va="center", clip_on=True)
+def _draw_pale(axis: Axes, intervals: Iterable[tuple[int, int]], color: str, offset_ns: int, length_ns: int) -> None:
+    for begin_ns, finish_ns in intervals:
+        start_ns = max(0, begin_ns + offset_ns)
+        end_ns = min(length_ns, finish_ns + offset_ns)
+        if end_ns > start_ns:
+            axis.broken_barh([(start_ns / 1e6, (end_ns - start_ns) / 1e6)], (1, 0.9), facecolors=color)
 
 
 def _title(rank: int, steps: Sequence[Step]) -> str:

@@ -9,7 +9,6 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from .bottlenecks import models_of
-from .gaps import GapTimes, gap_times, gaps_of
 from .pictures import plot
 from .rendering import new_table, size
 from .timeline import ModelEvents, RankEvents, average, bucket_times
@@ -45,17 +44,13 @@ def draw(ranks: Sequence[RankEvents], folder: Path) -> str:
 
 
 def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
-    """Yields steps by rank, and rank 0's buckets and gaps, of every model that has made a whole step."""
-    loads = {rank.rank: rank.loads for rank in ranks}
+    """Yields steps by rank, and rank 0's buckets, of every model that has made a whole step."""
     several = any(len(rank.models) > 1 for rank in ranks)
     for number, models in enumerate(models_of(ranks)):
         models_by_rank = [(rank.rank, model) for rank, model in models]
         yield _steps_table(models_by_rank, f"model {number}" if several else "")
         yield ""
         yield _buckets_table(*models_by_rank[0])
-        yield ""
-        rank, model = models_by_rank[0]
-        yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
 
 
 def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:
@@ -86,11 +81,4 @@ def _buckets_table(rank: int, model: ModelEvents) -> Table:
             f"{times.launch_to_done_ms:.2f}",
             f"{times.hidden_share:.0%}",
         )
-    return table
-
-
-def _gaps_table(rank: int, times: Sequence[GapTimes]) -> Table:
-    table = new_table(f"gaps, on rank {rank}", "", "how many", "ms each", "ms in all")
-    for each in times:
-        table.add_row(each.name, str(each.count), f"{each.median_ms:.2f}", f"{each.total_ms:.1f}")
     return table

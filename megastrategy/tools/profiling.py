@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
+import pickle
 import runpy
 import sys
 import time
@@ -58,7 +58,7 @@ def run_script(
     """Runs a script (or module) to its end on ``num_ranks`` local processes, and records ``steps`` steps after the
     first ``skip``.
 
-    Each rank writes ``events.rank<r>.json`` in ``folder`` as soon as they are done, so Ctrl-C after that loses nothing.
+    Each rank writes ``events.rank<r>`` in ``folder`` as soon as they are done, so Ctrl-C after that loses nothing.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +66,7 @@ def run_script(
 
     folder.mkdir(parents=True, exist_ok=True)
     # a rank that records nothing leaves no file, and an older run's would be taken for its own
-    for old in folder.glob("events.rank*.json"):
+    for old in folder.glob("events.rank*"):
         old.unlink()
     ours = ["-m", _RANK_PROGRAM, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
     failure = ""
@@ -78,8 +78,8 @@ def run_script(
     except (KeyboardInterrupt, SignalException):
         failure = f"{target} was interrupted"
     # also after a failure: steps that were recorded are shown, beside how the script ended
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("events.rank*.json")]
-    return Profile(sorted(map(RankEvents.from_json, records), key=lambda rank: rank.rank), failure)
+    records: list[RankEvents] = [pickle.loads(path.read_bytes()) for path in folder.glob("events.rank*")]
+    return Profile(sorted(records, key=lambda rank: rank.rank), failure)
 
 
 # --- in the script's processes ---------------------------------------------------------------------------------------
@@ -263,9 +263,10 @@ class Recording:
         told = [event.time_ns for model in models for event in model.events]
         loads = [load for load in self._loads if told and min(told) <= load[1] and load[0] <= max(told)]
         events = RankEvents(self._rank, models, offset_ns, loads)
-        path = self._folder / f"events.rank{self._rank}.json"
-        path.with_suffix(".part").write_text(json.dumps(events.to_json()), encoding="utf-8")
-        path.with_suffix(".part").replace(path)
+        path = self._folder / f"events.rank{self._rank}"
+        part = self._folder / f"part.rank{self._rank}"
+        part.write_bytes(pickle.dumps(events))
+        part.replace(path)
 
 
 def main() -> None:

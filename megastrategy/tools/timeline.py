@@ -17,7 +17,6 @@ import dataclasses
 import enum
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..core import Event, EventKind
 
@@ -162,35 +161,6 @@ class RankEvents:
     models: Sequence[ModelEvents]
     clock_offset_ns: int = 0
     loads: Sequence[_Interval] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain types."""
-        models = [
-            {
-                **dataclasses.asdict(model),
-                "events": [[event.kind.value, event.index, event.time_ns, event.ran_ns] for event in model.events],
-            }
-            for model in self.models
-        ]
-        return {**dataclasses.asdict(dataclasses.replace(self, models=())), "models": models}
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> RankEvents:
-        """Reads what :meth:`to_json` wrote."""
-        models = [
-            ModelEvents(
-                **{
-                    **model,
-                    "events": [
-                        Event(EventKind(kind), index, time_ns, tuple(ran_ns) if ran_ns else None)
-                        for kind, index, time_ns, ran_ns in model["events"]
-                    ],
-                }
-            )
-            for model in content["models"]
-        ]
-        loads = tuple((start_ns, end_ns) for start_ns, end_ns in content["loads"])
-        return RankEvents(**{**content, "models": models, "loads": loads})
 
 
 _STARTS = {

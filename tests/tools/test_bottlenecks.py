@@ -75,17 +75,19 @@ def recorded(rank: int = 0, late: float = 0.0, *, clock: float = 0.0, num_steps:
         after = late + (190 if number else 0) + 150 * max(number - 1, 0)
         events += one_step(after)
         events += evaluation if number == 0 else []
-    loads = [(round((late + 150 * n + 192) * MS) - 31 * MS, round((late + 150 * n + 192) * MS) - MS) for n in range(9)]
+    loads = [
+        (round((late + 150 * n + 192) * MS) - 32 * MS, round((late + 150 * n + 192) * MS) - 2 * MS) for n in range(9)
+    ]
     return RankEvents(rank, [ModelEvents(events)], round(-clock * MS), loads)
 
 
 def test_an_evaluation_counts_nowhere() -> None:
     rank = recorded()
     times = rank_times(rank, rank.models[0])
-    # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, 2 of them in a gap's end
+    # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, each until a step begins
     assert times.period_ms == pytest.approx(150.0)
     assert (times.gradients_ms, times.parameters_ms) == (9.0, 14.0)
-    assert times.input_ms == pytest.approx(29.0)
+    assert times.input_ms == pytest.approx(30.0)
 
 
 def test_the_verdict_of_a_record_is_that_of_its_ranks() -> None:

@@ -114,7 +114,9 @@ def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
     assert "--module package.module:LitModel" in fails("convert", file.path, out)
     assert "importable from here" in fails("convert", file.path, out, "--module", "no_such_package:model")
     assert f"{tmp_path}/text/out" in fails("convert", file.path, tmp_path / "text" / "out", "--names", directory.path)
-    assert f"{tmp_path}/text/out: it was not written" in fails("consolidate", directory.path, tmp_path / "text" / "out")
+    assert f"{tmp_path}/text/out: the checkpoint was not saved" in fails(
+        "consolidate", directory.path, tmp_path / "text" / "out"
+    )
     both = ("--names", tmp_path / "text", "--module", "a:b")
     assert "choose one" in fails("convert", file.path, out, *both, code=2)
     assert "is a file" in fails("consolidate", file.path, out, code=2)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,6 @@ from tests.doors.lightning.test_lightning_checkpoints import (
     small_steps,
 )
 from tests.doors.rank_processes import Ranks
-from tests.support.patience import HANG_S
 
 from .conftest import SHARDED, Saved
 
@@ -314,50 +310,3 @@ def test_a_damaged_directory_is_refused_and_nothing_is_written(directory: Saved,
     with pytest.raises(CheckpointError, match=messages[harm]):
         consolidate(damaged, tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-LITTLE_MEMORY = """
-import resource, sys
-from pathlib import Path
-import torch
-import torch.distributed.checkpoint.state_dict_loader, torch.distributed.checkpoint.state_dict_saver
-from megastrategy.tools.conversion import consolidate, convert
-from megastrategy.tools.checkpoint_parts import read_file
-
-folder, allowed = Path(sys.argv[1]), int(sys.argv[2])
-
-def allow_no_more():
-    data_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (1024 * data_kib + allowed, hard))
-    try:
-        torch.ones(2 * allowed, dtype=torch.uint8)
-    except RuntimeError:
-        return
-    raise AssertionError("the limit does not hold")
-
-parts = read_file(folder / "file")
-allow_no_more()  # than the mapped file, which counts, since it is private to the process
-convert(parts, {}, folder / "directory")
-del parts
-allow_no_more()
-consolidate(folder / "directory", folder / "again")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.fresh
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux only")
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """64 MiB in tensors of 2 are converted and consolidated where 32 can be allocated."""
-    tensor_bytes, count = 2 * 2**20, 32
-    weights = {f"weight{number}": torch.full((tensor_bytes // 4,), float(number)) for number in range(count)}
-    torch.save({"model": weights}, tmp_path / "file")
-    command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path), str(count * tensor_bytes // 2)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    again = torch.load(tmp_path / "again", mmap=True, weights_only=True)["model"]
-    assert_same_value(dict(again), weights, "model")
-    assert math.isclose((tmp_path / "again").stat().st_size, count * tensor_bytes, rel_tol=1e-3)

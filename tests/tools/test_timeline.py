@@ -1,11 +1,10 @@
-"""The timeline: spans, steps, exposed communication and gaps, as they are made of events."""
+"""The timeline: spans, steps, and exposed communication, as they are made of events."""
 
 from __future__ import annotations
 
 import pytest
 
 from megastrategy.core import Event
-from megastrategy.tools.gaps import Gap, gap_times, gaps_of
 from megastrategy.tools.timeline import Lane, ModelEvents, average, bucket_times, spans_of, steps_of
 
 from .timeline_events import (
@@ -89,44 +88,3 @@ def test_a_bucket_is_hidden_where_its_rank_did_not_wait() -> None:
     assert [(t.ran_ms, t.launch_to_done_ms) for t in times] == [(15, 15), (15, 20), (7, 13.5), (7, 7)]
     # of 15 ms the last 7.5 are waited for; of the gather's 7 the first is not
     assert [t.hidden_share for t in times] == pytest.approx([1.0, 0.5, 0.0, 1 / 7])
-
-
-# --- gaps ------------------------------------------------------------------------------------------------------------
-
-
-def in_ms_of(gaps: list[Gap]) -> list[tuple[str, float, float]]:
-    return [(gap.name, gap.start_ns / MS, gap.end_ns / MS) for gap in gaps]
-
-
-def test_every_gap_has_a_name() -> None:
-    """By what is before and after it; batches are cut out, and an evaluation is one gap from first to last forward."""
-    silent = in_order(span(FORWARD, 0, 20, 1), span(BACKWARD, 22, 50), after=-60)
-    evaluation = in_order(span(FORWARD, 130, 140, 0), span(WAIT, 131, 133, 1), span(FORWARD, 170, 180, 0))
-    model = ModelEvents([*silent, *one_step(), *evaluation, *one_step(after=200)])
-    loads = [(round(start * MS), round(end * MS)) for start, end in [(-9, -2), (101, 125), (141, 169), (185, 190)]]
-    assert in_ms_of(gaps_of(model, loads)) == [
-        ("loss", -40, -38),
-        ("between microbatches: hooks", -10, -9),
-        ("data loading", -9, -2),
-        ("between microbatches: hooks", -2, 0),
-        ("loss", 20, 22),
-        ("clipping, hooks", 62, 63),
-        ("optimizer", 84, 86),
-        ("between steps: hooks, logging", 100, 101),
-        ("data loading", 101, 125),
-        ("between steps: hooks, logging", 125, 130),
-        ("evaluation", 130, 180),
-        ("between steps: hooks, logging", 180, 185),
-        ("data loading", 185, 190),
-        ("between steps: hooks, logging", 190, 200),
-        ("loss", 220, 222),
-        ("clipping, hooks", 262, 263),
-        ("optimizer", 284, 286),
-    ]
-    longest, *_ = gap_times(gaps_of(model, loads))
-    assert (longest.name, longest.count, longest.median_ms, longest.total_ms) == ("evaluation", 1, 50.0, 50.0)
-    plain = in_order(span(FORWARD, 0, 10, 1), span(BACKWARD, 11, 20, 0), span(FORWARD, 30, 40, 1))
-    assert in_ms_of(gaps_of(ModelEvents(plain, has_optimizer=False))) == [
-        ("loss", 10, 11),
-        ("plain optimizer, hooks, logging", 20, 30),
-    ]

@@ -1,8 +1,7 @@
-"""The record of a rank, and the picture of the timeline."""
+"""The picture of a timeline."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from pathlib import Path
@@ -14,11 +13,6 @@ from megastrategy.tools.timeline import ModelEvents, RankEvents
 
 from .test_command import Hides
 from .timeline_events import one_step
-
-
-def test_a_record_reads_as_it_was_written() -> None:
-    record = RankEvents(3, [ModelEvents(one_step(), [4096, 8192], [1024, 2048], 5)], 17, ((3, 9), (20, 21)))
-    assert RankEvents.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_without_matplotlib_the_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
