@@ -49,8 +49,8 @@ def with_default(default: type[CompleteFileIO]) -> property:
             self._checkpoint_io = default()
         elif hasattr(self._checkpoint_io, "_base_checkpoint_io_configured"):  # Lightning's wrappers, like the async one
             self._checkpoint_io.checkpoint_io = default()  # ignored if it has one
-        found: CheckpointIO = self._checkpoint_io
-        return found
+        checkpoint_io_of_base: CheckpointIO = self._checkpoint_io
+        return checkpoint_io_of_base
 
     def set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
         self._checkpoint_io = io

@@ -66,7 +66,7 @@ class TrainerMonitor:
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if self._is_due(trainer, trainer.global_step + 1):
-            place = [id(other) for other in trainer.optimizers].index(id(optimizer))
+            place = [id(candidate) for candidate in trainer.optimizers].index(id(optimizer))
             suffix = f"_{place}" if len(trainer.optimizers) > 1 else ""
             self._norms[f"grad_norm{suffix}"] = optimizer.grad_norm().item()  # type: ignore[attr-defined]
 
@@ -84,8 +84,8 @@ class TrainerMonitor:
         self.__dict__.pop("_record", None)
 
     def _is_due(self, trainer: pl.Trainer, step: int) -> bool:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by its logger connector
-        return every > 0 and step // every > self._logged_step // every
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by its logger connector
+        return interval > 0 and step // interval > self._logged_step // interval
 
     def _log(self, trainer: pl.Trainer) -> None:
         num_steps = trainer.global_step - self._logged_step

@@ -195,9 +195,11 @@ class FabricStrategy(_Base):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         on_meta = self._parallelize_fn is not None and empty_init
-        own = self.precision.module_init_context
-        theirs = super().module_init_context
-        context: AbstractContextManager[Any] = empty_init_context(own()) if on_meta else theirs(empty_init)
+        precision_context = self.precision.module_init_context
+        base_context = super().module_init_context
+        context: AbstractContextManager[Any] = (
+            empty_init_context(precision_context()) if on_meta else base_context(empty_init)
+        )
         return context
 
     def module_to_device(self, module: Module) -> None:
@@ -218,9 +220,9 @@ class FabricStrategy(_Base):
         # a model that is set up already was parallelised when it came first
         if self._parallelize_fn is not None and not self._models.wrappers_of([module]):
             module = self._parallelised(module, self._parallelize_fn)
-        known = self._models.fitting(module, self.config)
-        if known is not None:
-            return known
+        wrapper = self._models.fitting(module, self.config)
+        if wrapper is not None:
+            return wrapper
         self._mesh.check_precision(self.precision.precision)
         if self.replicas is not None and self._models.open():
             raise ValueError(
@@ -397,15 +399,15 @@ class FabricStrategy(_Base):
         modules: dict[str, dict[str, Any]] = {}
         written: dict[str, dict[str, Any]] = {}
         extra: dict[str, Any] = {}
-        for key, given in state.items():
-            value: Any = self._distributed(given)
+        for key, item_of_state in state.items():
+            value: Any = self._distributed(item_of_state)
             keeps = filter.get(key, lambda name, item: True)
             # all ranks write these together; everything else is rank 0's, in ``meta.pt``
-            if isinstance(given, Module):
+            if isinstance(item_of_state, Module):
                 saved = self.get_module_state_dict(value)
                 modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
                 is_first = self._mesh.is_first_replica(self.global_rank)
-                written[key] = written_by(modules[key], unwrapped(given), is_first)
+                written[key] = written_by(modules[key], unwrapped(item_of_state), is_first)
                 continue
             if isinstance(value, DistributedOptimizer):
                 written[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
@@ -417,16 +419,16 @@ class FabricStrategy(_Base):
     def _read_directory(self, path: Directory, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, except the states of optimizers in ``state``, which are read in part later."""
         items = state.items() if isinstance(state, dict) else ()
-        left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
+        optimizer_keys = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
         modules = {key: unwrapped(value) for key, value in items if isinstance(value, Module)}
         extra = load_extra(path, weights_only)
         directory = OpenDirectory(path)
-        apart = extra.pop(NOT_TENSORS, {})
+        values_by_key = extra.pop(NOT_TENSORS, {})
 
         def read(key: str) -> Any:
-            if key in left:
+            if key in optimizer_keys:
                 return OptimizerInDirectory(directory, key)
-            apart_from_tensors = apart.get(key, {})
+            apart_from_tensors = values_by_key.get(key, {})
             module = modules.get(key)
             if module is None:
                 return directory.read(key) | apart_from_tensors
@@ -492,18 +494,18 @@ class FabricStrategy(_Base):
         }
         values = {}
         for key, value in objects.items():
-            own = saved.pop(key)
+            saved_value = saved.pop(key)
             if isinstance(value, Module):
-                self.load_module_state_dict(value, own, strict)
+                self.load_module_state_dict(value, saved_value, strict)
             elif key in read:
                 continue
             elif id(value) in sharded:
                 # each rank copies its part out of the mapped file; all other objects may keep the tensors
-                value.load_state_dict(own)
+                value.load_state_dict(saved_value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                value.load_state_dict(unmapped_copy(own))
+                value.load_state_dict(unmapped_copy(saved_value))
             else:
-                values[key] = unmapped_copy(own)
+                values[key] = unmapped_copy(saved_value)
         # after the weights, whose rounded values would otherwise replace the main params
         for apply in read.values():
             apply()

@@ -22,13 +22,13 @@ def named_grad_norms(model: object, norm_type: float) -> dict[str, Tensor]:
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError("grad_norm() works during a fit, between a backward and the next zero_grad")
     by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
-    found = {
+    norms = {
         f"grad_{norm_type}_norm/{name}": by_param[param]
         for name, param in model.engine.named_params().items()
         if param in by_param and param.grad is not None
     }
     # without a gradient Lightning's has no total either
-    if found:
-        every = torch.stack(list(found.values()))
-        found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
-    return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
+    if norms:
+        stacked = torch.stack(list(norms.values()))
+        norms[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(stacked, norm_type)
+    return {name: norm.to(torch.get_default_dtype()) for name, norm in norms.items()}

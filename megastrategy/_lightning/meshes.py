@@ -207,13 +207,13 @@ class ModelMesh:
 
     def not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the values that are no tensors, of all stages; see :func:`not_tensors`. Collective over them."""
-        found = not_tensors(weights)
+        of_stage = not_tensors(weights)
         if self.mesh is None or not self.is_pipeline:
-            return found
-        every: list[Any] = [None] * self.mesh[PIPELINE].size()
-        torch.distributed.all_gather_object(every, found, group=self.mesh.get_group(PIPELINE))
+            return of_stage
+        of_stages: list[Any] = [None] * self.mesh[PIPELINE].size()
+        torch.distributed.all_gather_object(of_stages, of_stage, group=self.mesh.get_group(PIPELINE))
         joined: dict[str, dict[str, Any]] = {}
-        for by_key in (stage.get(NOT_TENSORS, {}) for stage in every):
+        for by_key in (stage.get(NOT_TENSORS, {}) for stage in of_stages):
             for key, values in by_key.items():
                 joined.setdefault(key, {}).update(values)
         return {NOT_TENSORS: joined} if joined else {}

@@ -25,9 +25,9 @@ class EnginePrecision(_Base):
         twin = object.__new__(self._plugin_class)
         twin.__dict__.update(self.__dict__)
         reduced: Any = twin.__reduce_ex__(protocol)
-        make, *others = reduced
+        make, *rest = reduced
         # pickle compares the class that __newobj__ gets with that of the object
-        return (_new if make is copyreg.__newobj__ else make, *others)  # type: ignore[attr-defined]
+        return (_new if make is copyreg.__newobj__ else make, *rest)  # type: ignore[attr-defined]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         if hasattr(optimizer, "clip_grad_norm_"):

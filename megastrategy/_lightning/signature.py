@@ -93,7 +93,7 @@ def _signature(cls: type, initialise: Any) -> Signature:
         "parallelize_fn": Callable[..., Module] | None,
     }
     types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]
-    own = [
+    parameters = [
         item.replace(annotation=types.get(item.name, Parameter.empty))
         for item in inspect.signature(initialise).parameters.values()
         if item.kind is not Parameter.VAR_KEYWORD
@@ -103,7 +103,7 @@ def _signature(cls: type, initialise: Any) -> Signature:
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field_types[field.name])
         for field in dataclasses.fields(DistributedDataParallelConfig)
     ]
-    return Signature([*own, *fields, *_TORCH_DDP_ARGUMENTS], return_annotation=None)
+    return Signature([*parameters, *fields, *_TORCH_DDP_ARGUMENTS], return_annotation=None)
 
 
 def _describe(strategy: Any, package: str) -> str:
@@ -114,6 +114,6 @@ def _describe(strategy: Any, package: str) -> str:
         for field in dataclasses.fields(strategy.config)
         if getattr(strategy.config, field.name) != field.default
     )
-    others = ", ".join(f"{door}.MegatronDDPStrategy for {name}" for name, door in DOORS.items() if name != package)
+    other_doors = ", ".join(f"{door}.MegatronDDPStrategy for {name}" for name, door in DOORS.items() if name != package)
     cls = type(strategy)
-    return f"<{cls.__module__}.{cls.__qualname__}({options}) made for {package}; elsewhere use {others}>"
+    return f"<{cls.__module__}.{cls.__qualname__}({options}) made for {package}; elsewhere use {other_doors}>"

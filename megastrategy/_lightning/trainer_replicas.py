@@ -146,8 +146,8 @@ class TrainerReplicas:
             if is_a(callback, "BaseFinetuning"):
                 # Otherwise it would build the groups anew, with the learning rates they had when they were added.
                 callback._restarting = False
-            for name, theirs in state["averages"].get(callback.state_key, {}).items():
-                getattr(callback, name).load_state_dict(theirs)
+            for name, average in state["averages"].get(callback.state_key, {}).items():
+                getattr(callback, name).load_state_dict(average)
         for callback, last_saved in zip(trainer.checkpoint_callbacks, state["last_saved"], strict=True):
             vars(callback).update(last_saved)
         trainer.should_stop = state["should_stop"]  # it came back when the others had ended
@@ -297,8 +297,8 @@ class TrainerReplicas:
         """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
         if not self._are_together:
             return decision
-        found = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._trainer.global_rank == 0 else None
-        together = decision if found is None else not found[1] if all else bool(found[0])
+        votes = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._trainer.global_rank == 0 else None
+        together = decision if votes is None else not votes[1] if all else bool(votes[0])
         return bool(self._inside(together))
 
     def from_leader(self, value: T, is_sender: bool) -> T:
@@ -307,8 +307,8 @@ class TrainerReplicas:
             return value
         data = pickle.dumps(value) if self._replicas.is_leader else b""
         size = self._replicas.max_of_bytes(len(data).to_bytes(8, "big"))
-        found = None if size is None else self._replicas.max_of_bytes(data.ljust(int.from_bytes(size, "big"), b"\0"))
-        result: T = value if found is None else pickle.loads(found)
+        received = None if size is None else self._replicas.max_of_bytes(data.ljust(int.from_bytes(size, "big"), b"\0"))
+        result: T = value if received is None else pickle.loads(received)
         return result
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

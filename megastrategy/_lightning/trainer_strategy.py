@@ -209,9 +209,9 @@ class TrainerStrategy(_Base):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # trainer.init_module(empty_init=True) enters it
-        own = self.precision_plugin.tensor_init_context
+        precision_context = self.precision_plugin.tensor_init_context
         on_meta = empty_init and self._mesh.cuts_layers
-        with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
+        with empty_init_context(precision_context()) if on_meta else super().tensor_init_context(empty_init):
             yield
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -393,8 +393,8 @@ class TrainerStrategy(_Base):
     def broadcast(self, obj: T, src: int = 0) -> T:
         values = self._checked.gather_if_interrupted(obj)
         if values is not None:
-            found: T = values[src] if len(values) > 1 else obj
-            return found
+            value: T = values[src] if len(values) > 1 else obj
+            return value
         self._checked.check("broadcast")
         return super().broadcast(self._replicas.from_leader(obj, self.global_rank == src), src)
 
@@ -404,8 +404,8 @@ class TrainerStrategy(_Base):
             return bool(min(decisions) if all else max(decisions))
         # Over all ranks, where a sum of logged values may be over those with other samples.
         vote = torch.tensor(int(decision), device=self.root_device)
-        every = torch.distributed.group.WORLD
-        votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
+        world = torch.distributed.group.WORLD
+        votes = int(self.reduce(vote, world, torch.distributed.ReduceOp.SUM))
         return self._replicas.decide(votes == self.world_size if all else votes > 0, all=all)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:

@@ -142,7 +142,9 @@ def lateness(ranks: Sequence[RankTimes]) -> Lateness | None:
 def _ahead_ns(rank: RankTimes, reference: RankTimes, common: Sequence[int]) -> float:
     """The nanoseconds by which a rank's clock is ahead of another's."""
     ends = ((rank.launches[number][1], reference.launches[number][1]) for number in common)
-    differences = [own - other for own, other in ends if own is not None and other is not None]
+    differences = [
+        end_ns - reference_ns for end_ns, reference_ns in ends if end_ns is not None and reference_ns is not None
+    ]
     return statistics.median(differences) if differences else 0.0
 
 

@@ -165,18 +165,18 @@ def read_directory_parts(path: Path, trust: bool = False, *, reads: bool = False
     extra_file = path / EXTRA_FILE
     extra = dict(read_object(extra_file, trust)) if extra_file.is_file() else {}
     try:
-        found = directory.read(None, None if reads else lambda _, saved: _on_meta(saved))
+        content = directory.read(None, None if reads else lambda _, saved: _on_meta(saved))
     except CheckpointError as error:
         causes = [cause for cause, _ in getattr(error.__cause__, "failures", {}).values()]
         raise next((cause for cause in causes if isinstance(cause, CheckpointError)), error) from error
     for key, values in extra.pop(NOT_TENSORS, {}).items():
-        found[key].update(values)
+        content[key].update(values)
     parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=extra)
     # a bare ``state_dict()``, saved by dcp.save without a key
-    if _is_module_state(found):
-        parts.models[""] = found
+    if _is_module_state(content):
+        parts.models[""] = content
     else:
-        _sort_out(parts, found)
+        _sort_out(parts, content)
     # the name that Lightning's ModelParallelStrategy has for it
     if parts.writer == "Trainer" and "model" not in parts.models and "state_dict" in parts.models:
         parts.models["model"] = parts.models.pop("state_dict")
@@ -258,8 +258,8 @@ def by_name(
         raise CheckpointError(f"{source} has groups of {own_lengths} parameters, the names are groups of {lengths}")
     name_of = {
         number: name
-        for group, own in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], own, strict=True)
+        for group, members in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], members, strict=True)
     }
     weights = {name: value for model in models.values() for name, value in model.items()}
     # one of the two states would be lost under the other's name
@@ -271,8 +271,8 @@ def by_name(
         raise CheckpointError(f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights")
     # names of another order pass the count; shapes of state show it in most cases
     shapes = {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, Tensor)}
-    for key, found in _element_wise_shapes(optimizer["state"], shapes.values()).items():
-        for number, shape in found.items():
+    for key, shapes_of_state in _element_wise_shapes(optimizer["state"], shapes.values()).items():
+        for number, shape in shapes_of_state.items():
             if number not in name_of:
                 continue
             weight_shape = shapes.get(name_of[number])
@@ -284,7 +284,7 @@ def by_name(
     return {
         **optimizer,
         "state": {name_of[number]: values for number, values in optimizer["state"].items()},
-        "param_groups": [{**group, "params": list(own)} for group, own in zip(groups, names, strict=True)],
+        "param_groups": [{**group, "params": list(members)} for group, members in zip(groups, names, strict=True)],
     }
 
 
@@ -300,10 +300,10 @@ def _element_wise_shapes(
         state: by parameter number.
         weights: the shapes of all weights.
     """
-    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    shapes_by_key: dict[str, dict[int, tuple[int, ...]]] = {}
     for number, values in state.items():
         for key, value in values.items():
             if isinstance(value, Tensor) and value.numel() > 1:
-                found.setdefault(key, {})[number] = tuple(value.shape)
+                shapes_by_key.setdefault(key, {})[number] = tuple(value.shape)
     of_weights = Counter(weights)
-    return {key: shapes for key, shapes in found.items() if Counter(shapes.values()) <= of_weights}
+    return {key: shapes for key, shapes in shapes_by_key.items() if Counter(shapes.values()) <= of_weights}

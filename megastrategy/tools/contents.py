@@ -158,23 +158,23 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
 
 def _folder_loads_with(parts: Parts) -> list[tuple[str, str]]:
     if parts.writer == "transformers":
-        theirs = "transformers.Trainer"
+        library = "transformers.Trainer"
         how = "trainer.train(resume_from_checkpoint=PATH)"
     else:
-        theirs = "accelerate"
+        library = "accelerate"
         how = "accelerator.load_state(PATH)"
-    ours = f"{theirs}, with megastrategy's Accelerator"
+    ours = f"{library}, with megastrategy's Accelerator"
     # accelerate alone looks for its own files, and finds none there
     if (parts.path / SHARDED / ".metadata").is_file():
         return [
             (ours, how),
-            (theirs, "not a sharded one: load it, and save it with state_dict_type='full'"),
+            (library, "not a sharded one: load it, and save it with state_dict_type='full'"),
             ("plain torch", f"megastrategy checkpoint consolidate PATH/{SHARDED} makes one file for torch.load"),
         ]
     if not parts.optimizers:
         how += ", weights only: it holds no optimizer"
     rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
-    return [(ours, how), (theirs, how + rounded)]
+    return [(ours, how), (library, how + rounded)]
 
 
 def _optimizer(key: str, state: Mapping[str, Any], parts: Parts, seen: dict[int, str]) -> OptimizerContents:

@@ -41,9 +41,9 @@ def launch(arguments: Sequence[str]) -> None:
         if getattr(parsed, name):
             raise LaunchConfigError(f"--{name}: {_ANOTHER_ENGINE}")
     ours = Path(parsed.config_file) if parsed.config_file else None
-    theirs, has_section = _split(ours) if ours else ({}, False)
+    accelerate_keys, has_section = _split(ours) if ours else ({}, False)
     if ours:
-        _check_keys(ours, theirs)
+        _check_keys(ours, accelerate_keys)
     config = ours if has_section else None
     # the error of every rank
     plugin_from_launch(config, os.environ)
@@ -57,10 +57,10 @@ def launch(arguments: Sequence[str]) -> None:
     ]
     parsed.module = True
     parsed.training_script = LAUNCHER
-    if theirs.get("use_cpu"):
+    if accelerate_keys.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate itself says so to one process alone, not to several
     with tempfile.TemporaryDirectory() as folder:
-        parsed.config_file = _write(theirs, Path(folder) / "accelerate.yaml") if theirs else None
+        parsed.config_file = _write(accelerate_keys, Path(folder) / "accelerate.yaml") if accelerate_keys else None
         try:
             launch_command(parsed)
         except ValueError as error:  # accelerate's; a script runs in processes of its own

@@ -35,12 +35,12 @@ def names_in_file(parts: Parts) -> Names:
     names: Names = {}
     for key, state in parts.optimizers.items():
         groups = state.get("param_groups", ())
-        own = [
+        names_by_group = [
             list(group.get("param_names") or (param for param in group["params"] if isinstance(param, str)))
             for group in groups
         ]
-        if [len(group) for group in own] == [len(group["params"]) for group in groups]:
-            names[key] = own
+        if [len(group) for group in names_by_group] == [len(group["params"]) for group in groups]:
+            names[key] = names_by_group
     return names
 
 
@@ -62,9 +62,9 @@ def names_from(path: Path, trust: bool = False) -> Names:
     # the file is written by hand: a wrong form is named here, not by an error from within
     groups = list(names.values()) if isinstance(names, dict) else [None]
     if not all(
-        isinstance(own, list)
-        and all(isinstance(group, list) and all(isinstance(n, str) for n in group) for group in own)
-        for own in groups
+        isinstance(groups_of_optimizer, list)
+        and all(isinstance(group, list) and all(isinstance(n, str) for n in group) for group in groups_of_optimizer)
+        for groups_of_optimizer in groups
     ):
         raise CheckpointError(f"{path}: expected a list of groups, each a list of parameter names, by optimizer")
     return names
@@ -97,13 +97,13 @@ def names_from_module(spec: str, parts: Parts) -> Names:
     if isinstance(made, Mapping) and set(made) == set(parts.optimizers):
         optimizers = dict(made)
     else:
-        found = _optimizers_in(made)
+        made_optimizers = _optimizers_in(made)
         # others are matched by their order, so there must be as many
-        if len(found) != len(parts.optimizers):
+        if len(made_optimizers) != len(parts.optimizers):
             raise CheckpointError(
-                f"--module {spec} makes {len(found)} optimizer(s), {parts.path} has {len(parts.optimizers)}"
+                f"--module {spec} makes {len(made_optimizers)} optimizer(s), {parts.path} has {len(parts.optimizers)}"
             )
-        optimizers = dict(zip(parts.optimizers, found, strict=True))
+        optimizers = dict(zip(parts.optimizers, made_optimizers, strict=True))
     names = {id(param): name for name, param in module.named_parameters()}
     try:
         return {
@@ -118,14 +118,14 @@ def _find(spec: str) -> Callable[..., Any]:
     module_name, _, name = spec.partition(":")
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+        factory: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except Exception as error:
         raise CheckpointError(
             f"--module {spec}: {type(error).__name__}: {error}; expected package.module:name, importable from here"
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    return found
+    return factory
 
 
 def _optimizers_in(made: Any) -> list[torch.optim.Optimizer]:

@@ -242,8 +242,8 @@ class Recording:
             if self._is_done:
                 return init(model, *args, **kwargs)
             recorder = Recorder(self._skip, self._num_steps, self.finish)
-            given = kwargs.pop("listener", None)
-            listener = combine_listeners([recorder] if given is None else [given, recorder])
+            script_listener = kwargs.pop("listener", None)
+            listener = combine_listeners([recorder] if script_listener is None else [script_listener, recorder])
             init(model, *args, listener=listener, **kwargs)
             recorder.follow(model)
             self._recorders.append(recorder)

@@ -247,7 +247,7 @@ def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
 
     One inside of a training forward (a teacher's, in manual optimization) is a part of that.
     """
-    found: list[_Interval] = []
+    evaluations: list[_Interval] = []
     goes_on = False
     trained_until_ns = 0
     computed = [span for span in spans if span.lane is Lane.COMPUTE]
@@ -257,13 +257,13 @@ def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
             continue
         is_evaluation = span.kind is EventKind.FORWARD_START and not span.index
         if is_evaluation and goes_on:
-            found[-1] = (found[-1][0], span.end_ns)
+            evaluations[-1] = (evaluations[-1][0], span.end_ns)
         elif is_evaluation:
-            found.append((span.start_ns, span.end_ns))
+            evaluations.append((span.start_ns, span.end_ns))
         else:
             trained_until_ns = span.end_ns
         goes_on = is_evaluation
-    return found
+    return evaluations
 
 
 def average(steps: Sequence[Step]) -> Average:

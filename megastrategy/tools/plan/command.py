@@ -82,8 +82,8 @@ def _check_given(context: click.Context, *, cuts: bool) -> None:
     spelled = {param.name: param.opts[0] for param in context.command.params}
     for name in _OF_RANKS if cuts else _OF_CARDS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
-            given = "arguments after module:layers" if name == "arguments" else spelled[name]
-            raise click.UsageError(f"--cards takes no {given}" if cuts else f"{given} needs --cards")
+            name_of_option = "arguments after module:layers" if name == "arguments" else spelled[name]
+            raise click.UsageError(f"--cards takes no {name_of_option}" if cuts else f"{name_of_option} needs --cards")
     options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
     script = context.params["script"]
     arguments = context.params["arguments"]
@@ -154,7 +154,7 @@ def _plan_partitions(
     if not isinstance(sample, Tensor):
         raise click.UsageError(f"{batch} is a {type(sample).__name__}: expected a tensor")
     try:
-        found = plan(
+        best = plan(
             list(layers),
             sample,
             devices=devices,
@@ -169,9 +169,9 @@ def _plan_partitions(
     except ValueError as error:
         raise PlanError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        click.echo(json.dumps(dataclasses.asdict(best), indent=2))
     else:
-        show(partition_table(found, devices), found.why)
+        show(partition_table(best, devices), best.why)
 
 
 def _split(text: str) -> list[int]:

@@ -44,7 +44,7 @@ def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collecti
     wrong = [number for number in frozen or () if not 0 <= number < len(layers)]
     if wrong:
         raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
-    found: list[Layer] = []
+    measured_layers: list[Layer] = []
     x = sample.detach()
     is_behind_trained = False
     is_saved = False
@@ -62,13 +62,13 @@ def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collecti
             except LayerError:
                 raise
             except Exception as error:
-                given = f"{str(x.dtype).removeprefix('torch.')} of {tuple(x.shape)}"
+                description = f"{str(x.dtype).removeprefix('torch.')} of {tuple(x.shape)}"
                 where = "the sample" if number == 0 else f"what layer {number - 1} returns"
-                raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
+                raise LayerError(f"layer {name} fails with {where}, {description}: {first_line(error)}") from error
         # A tensor that a layer returns and the next also saves is one tensor; so are views of it between them.
         twice = measured.saved_input_bytes if is_saved else 0
         is_saved = measured.saves_output or (is_saved and measured.returns_input)
-        found.append(
+        measured_layers.append(
             dataclasses.replace(
                 measured,
                 saved_bytes=measured.saved_bytes - twice,
@@ -81,7 +81,7 @@ def measure_layers(layers: Sequence[nn.Module], sample: Tensor, frozen: Collecti
         )
         x = out
         is_behind_trained = is_behind_trained or is_trained
-    return found
+    return measured_layers
 
 
 @contextlib.contextmanager
@@ -162,13 +162,13 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
     with torch.inference_mode(False), torch.enable_grad(), live:
         # No leaf, since a layer may write into what the one before it returns; and nothing of the user's.
         leaf = x.detach().requires_grad_(needs_input_grad and x.is_floating_point())
-        own = leaf.clone()
-        if own.requires_grad:
-            own.register_hook(lambda grad: sent.append(live.number(grad)))
+        layer_input = leaf.clone()
+        if layer_input.requires_grad:
+            layer_input.register_hook(lambda grad: sent.append(live.number(grad)))
         live.start()
         with flops, torch.set_grad_enabled(bool(trained) or needs_input_grad):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = layer(own)
+                out = layer(layer_input)
         if not isinstance(out, Tensor):
             raise LayerError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
         forward_flops = float(flops.get_total_flops())
@@ -191,8 +191,8 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         live.stop()
     # What is saved of the input was there before; the output is where the stage has it, or in what is saved.
     saves_output = _key(out) in saved
-    returns_input = _key(out) == _key(own)
-    made = sum(nbytes for key, nbytes in saved.items() if key not in (_key(own), _key(out)))
+    returns_input = _key(out) == _key(layer_input)
+    made = sum(nbytes for key, nbytes in saved.items() if key not in (_key(layer_input), _key(out)))
     backward_peak, inner_peak = (
         max(0, live.peak_bytes(returned, without=without) - made) if out.requires_grad else 0
         for without in ((output, *seeds), (output,))
@@ -208,7 +208,7 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         inner_peak,
         x.nbytes,
         out.nbytes,
-        saved_input_bytes=x.nbytes if _key(own) in saved else 0,
+        saved_input_bytes=x.nbytes if _key(layer_input) in saved else 0,
         saves_output=saves_output,
         returns_input=returns_input,
         passes_grad=bool(seeds) and seeds == sent,

@@ -93,13 +93,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, results: Any, arguments: Sequence[Any]) -> None:
         """Counts the storages of ``results`` that no argument had."""
-        known = {leaf.untyped_storage()._cdata for leaf in arguments if _has_storage(leaf)}
+        argument_keys = {leaf.untyped_storage()._cdata for leaf in arguments if _has_storage(leaf)}
         for tensor in tree_leaves(results):
             if not _has_storage(tensor):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in known or key in self._number_of or storage.nbytes() == 0:
+            if key in argument_keys or key in self._number_of or storage.nbytes() == 0:
                 continue
             number = self._num_storages
             nbytes = storage.nbytes()

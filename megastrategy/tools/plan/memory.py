@@ -92,9 +92,9 @@ def changes(step: MeasuredStep, device_bytes: int) -> list[Change]:
     now = rank_memory(step)
     smaller = []
     for what, options, in_16_bits in _OPTIONS:
-        other = _bytes_with(step, step.dp_size, options, in_16_bits=in_16_bits)
-        if other is not None and other < now.total_bytes:
-            smaller.append(Change(what, other))
+        total_bytes = _bytes_with(step, step.dp_size, options, in_16_bits=in_16_bits)
+        if total_bytes is not None and total_bytes < now.total_bytes:
+            smaller.append(Change(what, total_bytes))
     smaller.sort(key=lambda change: change.total_bytes)
     size = step.dp_size * 2
     while size <= MOST_RANKS:

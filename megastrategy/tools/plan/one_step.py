@@ -149,8 +149,10 @@ class OneStep:
                     on_done()
                 self._hear(number, event)
 
-            given = kwargs.pop("listener", None)
-            init(model, *args, listener=combine_listeners([listen] if given is None else [given, listen]), **kwargs)
+            listener = kwargs.pop("listener", None)
+            init(
+                model, *args, listener=combine_listeners([listen] if listener is None else [listener, listen]), **kwargs
+            )
             self._layouts[number] = model.layout
             if model.layout.dp_size != self._dp_size:
                 self.shares_models = True
@@ -263,24 +265,24 @@ class OneStep:
         of_class: dict[type, int] = {}
         missing: list[tuple[int, int, type, int | None]] = []
         for number, model in self._models.items():
-            kept = models[number].num_kept
+            num_kept = models[number].num_kept
             for holder in _holders(model.engine):
                 indices: list[int] = holder.param_indices()
                 # One that has stepped a trained model and has no state keeps none (SGD).
                 least = 0 if number in self._begun and id(holder.inner) in self._optimizers else None
-                known = max((kept[index] for index in indices if index in kept), default=least)
+                num_of_optimizer = max((num_kept[index] for index in indices if index in num_kept), default=least)
                 kind = type(holder.inner)
-                missing += [(number, index, kind, known) for index in indices if index not in kept]
-                if known is not None:
-                    of_class[kind] = max(known, of_class.get(kind, 0))
+                missing += [(number, index, kind, num_of_optimizer) for index in indices if index not in num_kept]
+                if num_of_optimizer is not None:
+                    of_class[kind] = max(num_of_optimizer, of_class.get(kind, 0))
         unknown = []
         added = {number: dict(model.num_kept) for number, model in models.items()}
-        for number, index, kind, known in missing:
-            found = of_class.get(kind) if known is None else known
-            if found is None:
+        for number, index, kind, num_of_optimizer in missing:
+            num_of_param = of_class.get(kind) if num_of_optimizer is None else num_of_optimizer
+            if num_of_param is None:
                 unknown.append(models[number].layout.params[index].name)
             else:
-                added[number][index] = found
+                added[number][index] = num_of_param
         for number, num_kept in added.items():
             models[number] = dataclasses.replace(models[number], num_kept=num_kept)
         return tuple(unknown)
@@ -292,11 +294,11 @@ class OneStep:
         module = engine.module
         frozen = {id(p): local_tensor(p).nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
         buffers = {id(b): b.nbytes for b in module.buffers()}
-        kept = self._num_kept(engine)
+        num_kept = self._num_kept(engine)
         return ModelPlan(
             layout,
             model.engine.config,
-            kept,
+            num_kept,
             dict(engine.owners.rank_of),
             sum(frozen.values()),
             sum(buffers.values()),
@@ -327,19 +329,19 @@ class OneStep:
                     yield from (value for value in _tensors(values) if value.dim() > 0)
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
-        kept: dict[int, int] = {}
+        num_kept: dict[int, int] = {}
         # As trials have shown, whether or not the step reached the parameters, or this rank's parts of them.
         for holder in _holders(engine):
-            kept |= holder.num_kept() or {}
+            num_kept |= holder.num_kept() or {}
         # Steps of whole parameters need no trial, so their state is counted.
         stepped = engine.index_by_id | {id(main): index for index, main in _mains(engine).items()}
         for optimizer in self._optimizers.values():
             for tensor, values in optimizer.state.items():
                 index = stepped.get(id(tensor))
-                if index is not None and index not in kept:
+                if index is not None and index not in num_kept:
                     alike = [value for value in _tensors(values) if value.dim() > 0]
-                    kept[index] = sum(value.numel() == tensor.numel() for value in alike)
-        return kept
+                    num_kept[index] = sum(value.numel() == tensor.numel() for value in alike)
+        return num_kept
 
     def _per_element_bytes(self, model: DistributedDataParallel, plan: ModelPlan) -> int:
         """The bytes on rank 0 of main params, and of the state for each element that the step has made.

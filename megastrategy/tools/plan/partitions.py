@@ -104,12 +104,12 @@ def _of_split(question: Question, split: Sequence[int]) -> Plan:
                 f"the split {said} has a stage {stage} without parameters ({names}), for which torch has no optimizer: "
                 "move a layer with parameters there"
             )
-    given = evaluate(question, question.cards, split)
-    full = [card for card, peak in zip(question.cards, given.peak_bytes, strict=True) if peak > card.memory_bytes]
+    candidate = evaluate(question, question.cards, split)
+    full = [card for card, peak in zip(question.cards, candidate.peak_bytes, strict=True) if peak > card.memory_bytes]
     fits = f"it does not fit the memory of {', '.join(card.name for card in full)}" if full else "it fits"
     fastest, unsure = _search(question, "time")
     than = "nothing that fits is known to be better" if fastest is None else f"the fastest is {_said(fastest)}"
-    return _plan(given, f"as you gave it; {fits}; {than}{unsure}")
+    return _plan(candidate, f"as you gave it; {fits}; {than}{unsure}")
 
 
 def _search(question: Question, objective: Objective) -> tuple[Candidate | None, str]:

@@ -62,10 +62,10 @@ def advice(step: MeasuredStep, device_bytes: int) -> str:
             f"activations alone take {size(memory.activation_bytes)}: fewer samples in a batch, or activation "
             "checkpointing"
         )
-    found = changes(step, device_bytes)
-    if not found:
+    smaller = changes(step, device_bytes)
+    if not smaller:
         return "nothing that is known here takes less: fewer samples in a batch, or activation checkpointing"
-    return "; ".join(f"{change.what}: {size(change.total_bytes)}" for change in found[:4])
+    return "; ".join(f"{change.what}: {size(change.total_bytes)}" for change in smaller[:4])
 
 
 def how(steps: Sequence[MeasuredStep]) -> str:

@@ -213,9 +213,9 @@ def _best_of(
     """The best of ``best`` and these orders, with the most partitions that are grown of each."""
     for order, most in orders:
         for split in _Grown(question, tables, order, objective, most).splits(best):
-            found = evaluate(question, order, split)
-            if best is None or _value(found, objective) < _value(best, objective):
-                best = found
+            candidate = evaluate(question, order, split)
+            if best is None or _value(candidate, objective) < _value(best, objective):
+                best = candidate
             if objective == "waste":
                 break  # in the order of T itself: the first is the least
     return best
@@ -332,17 +332,17 @@ class _Grown:
         grown = _Partial(torch.zeros(1, 1, dtype=torch.int64), empty, empty, *torch.zeros(2, 1, dtype=torch.float64))
         for stage in range(len(self._order)):
             # In pieces: hardly anything of a piece may stay.
-            kept = []
+            pieces = []
             num_kept = 0
             for piece in grown.pieces(max(1, MOST_PARTIAL // len(self._question.layers))):
-                kept.append(self._next(piece, stage, limit))
-                num_kept += len(kept[-1].bound)
+                pieces.append(self._next(piece, stage, limit))
+                num_kept += len(pieces[-1].bound)
                 if self._most is None and num_kept > MOST_PARTIAL:
                     raise TooManyError(
                         f"more than {MOST_PARTIAL:,} partitions of the first {stage + 1} of {len(self._order)} stages "
                         f"may be the best by {self._objective}"
                     )
-            grown = _Partial.joined(kept)
+            grown = _Partial.joined(pieces)
             if self._most is not None:
                 grown = grown.rows(torch.argsort(grown.bound, stable=True)[: self._most])
         yield from self._in_order(grown.starts, grown.bound, limit)
@@ -378,11 +378,11 @@ class _Grown:
     def _next_ends(self, begin: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """The rows that go on, each once for every end of its next stage, and the ends."""
         num_layers = len(self._question.layers)
-        left = len(self._order) - stage - 1
-        if not left:
+        num_stages_left = len(self._order) - stage - 1
+        if not num_stages_left:
             return torch.arange(len(begin)), torch.full_like(begin, num_layers)
         # As many cuts behind it as stages still need.
-        cuts = self._tables.cuts[: len(self._tables.cuts) - left + 1]
+        cuts = self._tables.cuts[: len(self._tables.cuts) - num_stages_left + 1]
         rows, columns = torch.nonzero(cuts[None, :] > begin[:, None], as_tuple=True)
         return rows, cuts[columns]
 
@@ -391,8 +391,8 @@ class _Grown:
         m = self._question.num_microbatches
         ahead = num_in_flight(self._question.schedule, stage, len(self._order), m)
         received, waiting, working, on_their_way = (table[begin, ends] for table in tables.held)
-        others = (ahead - 1) * waiting + (ahead < m) * on_their_way
-        return tables.fixed[ends] - tables.fixed[begin] + m * received + others + working
+        in_flight = (ahead - 1) * waiting + (ahead < m) * on_their_way
+        return tables.fixed[ends] - tables.fixed[begin] + m * received + in_flight + working
 
     def _waste_bound(self, waste: Tensor, ends: Tensor, stage: int) -> Tensor:
         """The least T of these stages and those to come: no card is fuller than it may be, and all that is left takes
@@ -416,19 +416,19 @@ class _Grown:
         tables = self._tables
         num_stages = len(self._order)
         m = question.num_microbatches
-        known = work.shape[1]
+        num_grown = work.shape[1]
         rest = torch.zeros_like(ends, dtype=torch.float64)
-        if known < num_stages:
-            fastest = max(card.flops for card in self._order[known:])
+        if num_grown < num_stages:
+            fastest = max(card.flops for card in self._order[num_grown:])
             flops = tables.forward[-1] - tables.forward[ends] + tables.backward[-1] - tables.backward[ends]
             rest = flops / fastest * 1e3
         before = torch.cumsum(work, 1) - work
         behind = work.sum(1, keepdim=True) - before - work + rest[:, None]
         ahead = torch.tensor(
-            [num_in_flight(question.schedule, stage, num_stages, m) for stage in range(known)], dtype=torch.float64
+            [num_in_flight(question.schedule, stage, num_stages, m) for stage in range(num_grown)], dtype=torch.float64
         )
         bounds = (before + m * work + (behind - (ahead - 1) * forward).clamp_min(0)).amax(1)
-        if known < num_stages:
+        if num_grown < num_stages:
             # One of the stages to come has no less than its share.
-            return torch.maximum(bounds, work.sum(1) + m * rest / (num_stages - known))
+            return torch.maximum(bounds, work.sum(1) + m * rest / (num_stages - num_grown))
         return bounds

@@ -74,8 +74,8 @@ class StageBytes(NamedTuple):
 
     def peak(self, num_ahead: int, num_microbatches: int, *, alternates: bool) -> int:
         """The most at once. ``num_ahead``: the most microbatches between forward and backward."""
-        others = (num_ahead - 1) * self.waiting + alternates * self.on_their_way
-        return num_microbatches * self.received + others + self.working
+        in_flight = (num_ahead - 1) * self.waiting + alternates * self.on_their_way
+        return num_microbatches * self.received + in_flight + self.working
 
 
 def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False) -> Iterator[StageBytes]:
@@ -128,7 +128,7 @@ def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False
             on_their_way=sent_back + (0 if is_end else layer.output_bytes),
         )
         if has_backward:
-            own = saved + layer.inner_peak_bytes
-            beside = max(beside, own)
-            shared = max(shared, own + loose)
+            nbytes = saved + layer.inner_peak_bytes
+            beside = max(beside, nbytes)
+            shared = max(shared, nbytes + loose)
             passed = max(passed, saved + layer.backward_peak_bytes + loose)
