@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,14 +67,31 @@ class ScheduleFree(torch.optim.Optimizer):
         return loss
 
 
+class Swapping(torch.optim.SGD):
+    """SGD that swaps weights and averages at each call, whatever the mode is; the mode is an attribute."""
+
+    averaging = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.averaging = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        if self.averaging:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                average = self.state[param].setdefault("average", param.clone())
+                average.lerp_(param, 0.5)
+        return result
+
+
 class Methods(torch.optim.SGD):
     """Momentum SGD with a method of each kind."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
-        self.own_params = self._params()
         self.calls = 0
-        self.norms: list[float] = []
         self.listeners: list[Callable[[], object]] = []
 
     def _params(self) -> list[Tensor]:
@@ -118,11 +136,6 @@ class Methods(torch.optim.SGD):
     def shrink(self, factor: float) -> None:
         torch._foreach_mul_(self._params(), factor)
 
-    @torch.no_grad()
-    def forget(self) -> None:
-        for param in self._params():
-            self.state[param]["momentum_buffer"].zero_()
-
     # --- what shards cannot do
 
     @torch.no_grad()
@@ -140,52 +153,14 @@ class Methods(torch.optim.SGD):
                 param.add_(param.grad, alpha=0.1)
 
     @torch.no_grad()
-    def normalize(self) -> None:
-        for param in self._params():
-            param.div_(param.norm())
-
-    @torch.no_grad()
     def center_momentum(self) -> None:
         for param in self._params():
             momentum = self.state[param]["momentum_buffer"]
             momentum.sub_(momentum.mean())
 
-    @torch.no_grad()
-    def record_norms(self) -> None:
-        """Changes no tensor."""
-        self.norms += [self.state[param]["momentum_buffer"].norm().item() for param in self._params()]
-
-    def log_momentum(self, log: list[str]) -> None:
-        """Writes into what it was given."""
-        log.extend(str(self.state[param]["momentum_buffer"].sum()) for param in self._params())
-
-    def momentum(self) -> list[Tensor]:
-        return [self.state[param]["momentum_buffer"] for param in self._params()]
-
     @property
     def largest_momentum(self) -> float:
         return max(self.state[param]["momentum_buffer"].abs().max().item() for param in self._params())
-
-    @torch.no_grad()
-    def re_point(self) -> None:
-        for param in self._params():
-            param.data = self.state[param]["momentum_buffer"].clone()
-
-    @torch.no_grad()
-    def change_with(self, change: Callable[[Tensor], object]) -> None:
-        for param in self._params():
-            change(param)
-
-    def show_momentum(self) -> None:
-        """Leaves no trace."""
-        for param in self._params():
-            str(self.state[param]["momentum_buffer"].sum())
-
-    @torch.no_grad()
-    def of_attribute(self) -> None:
-        """Finds parameters where no group is."""
-        for param in self.own_params:
-            param.add_(self.state[param].get("momentum_buffer", 0.0))
 
     def step_twice(self) -> None:
         self.step()
@@ -200,25 +175,5 @@ class Methods(torch.optim.SGD):
         yield
         self.shrink(2.0)
 
-    def shrinker(self) -> Callable[[float], None]:
-        return lambda factor: self.shrink(factor)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Slow weights around another optimizer, whose groups and state it shows as its own."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base = base
-        super().__init__(base.param_groups, base.defaults)
-        self.param_groups = base.param_groups
-        self.state = base.state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        return self.base.step(closure)
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            slow = self.state[param].setdefault("slow", param.clone())
-            slow.lerp_(param, 0.5)
-            param.copy_(slow)
+    def reset(self) -> None:
+        self.state = collections.defaultdict(dict)

@@ -8,15 +8,11 @@ from .elementwise import Findings, check_fp32_state, check_main_param_steps
 from .isolation import CommunicationError, no_communication
 from .known_findings import KnownFindings
 from .later_trials import LaterTrials
-from .method_trial import Effect, looks_at_tensors, try_call
-from .optimizer_copy import Call
 from .step_arguments import StepArguments
 from .values import NotForShardsError, describe_undividable, equal, is_per_element
 
 __all__ = [
-    "Call",
     "CommunicationError",
-    "Effect",
     "Findings",
     "KnownFindings",
     "LaterTrials",
@@ -27,7 +23,5 @@ __all__ = [
     "describe_undividable",
     "equal",
     "is_per_element",
-    "looks_at_tensors",
     "no_communication",
-    "try_call",
 ]

@@ -28,6 +28,7 @@ from .isolation import Isolation
 from .step_arguments import StepArguments
 from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, copy_optimizer, cut, values_of
 from .values import (
+    Copier,
     NotForShardsError,
     describe_error,
     describe_undividable,
@@ -206,6 +207,7 @@ class GroupProbe:
             name for name in after if name not in self.group or not equal(self.group[name], after[name])
         )
         in_parts = self._steps_in_parts(whole, lr)
+        self._check_modes(whole, lr)
         return Findings(None, frozenset(names), in_parts, frozenset(changed), whole_tensors=by_dim)
 
     def _copy(self, lr: float | None) -> torch.optim.Optimizer:
@@ -366,6 +368,28 @@ class GroupProbe:
     def _differing_names(self, saved: dict[str, Any], kept: dict[str, Any]) -> list[str]:
         """The names of one tensor's state that are not saved as they are kept."""
         return sorted(saved.keys() ^ kept.keys(), key=str)
+
+    def _check_modes(self, whole: Trial, lr: float | None) -> None:
+        """Raises if ``eval()`` or ``train()`` moves weights otherwise than a step may, or without a record of it in an
+        option or attribute, by which ranks know that they have to gather the weights."""
+        if not callable(getattr(whole.optimizer, "train", None)) or not callable(
+            getattr(whole.optimizer, "eval", None)
+        ):
+            return
+        pieces = self._rerun(whole, lr)
+        for name in ("eval", "train"):
+            options = Copier().copy(dict(values_of(whole.optimizer)))
+            weights = [param.detach().clone() for param in whole.params]
+            try:
+                with torch.no_grad():
+                    for trial in (whole, *pieces):
+                        getattr(trial.optimizer, name)()
+            except Exception as error:
+                raise NotForShardsError(f"a trial of its {name}() raised {describe_error(error)}") from error
+            if not all(map(torch.equal, weights, whole.params)) and equal(options, dict(values_of(whole.optimizer))):
+                raise NotForShardsError(f"its {name}() moves weights, and no option or attribute says that it did")
+            self._check_kept(whole, pieces)
+            self._moves_alike(whole, pieces)
 
     def _steps_in_parts(self, whole: Trial, lr: float | None) -> bool:
         before = dict(values_of(self._copy(lr)))

@@ -26,7 +26,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -211,21 +211,6 @@ def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
     return tensor.reshape(-1)[slice(*span)].clone()
 
 
-def copy_attributes(
-    optimizer: torch.optim.Optimizer, copy: Callable[[Any], Any], left_out: Collection[str]
-) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class with copied attributes, but no hooks: these count, log or profile real
-    calls."""
-    # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
-    copied = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            copied.__dict__[name] = collections.OrderedDict()
-        elif name not in left_out:
-            copied.__dict__[name] = copy(value)
-    return copied
-
-
 def copy_optimizer(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
@@ -234,11 +219,17 @@ def copy_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer like the given one, with one group like the given one, of no tensors, and no state.
 
-    It has neither the hooks nor a wrapper of ``step``. ``lr`` replaces the group's own, if it has one; its ``step``
-    is called with ``arguments``.
+    It has neither the hooks, which count, log or profile real calls, nor a wrapper of ``step``. ``lr`` replaces the
+    group's own, if it has one; its ``step`` is called with ``arguments``.
     """
     copier = Copier()
-    copied = copy_attributes(optimizer, copier.copy, ("step", "state", "param_groups"))
+    # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
+    copied = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            copied.__dict__[name] = collections.OrderedDict()
+        elif name not in ("step", "state", "param_groups"):
+            copied.__dict__[name] = copier.copy(value)
     copied.state = collections.defaultdict(dict)
     options = {name: copier.copy(value) for name, value in group.items() if name != "params"}
     # A tensor replaces a tensor: a capturable optimizer asks for one.

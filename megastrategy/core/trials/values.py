@@ -31,24 +31,18 @@ class Copier:
     """Copies the objects that a step or a call may change in place: tensors, containers and plain objects.
 
     An object that is reached twice has one copy. Parameters, modules, optimizers, classes and functions are not copied:
-    that would copy the model, and a copied function would change what the user's does. ``replace`` returns its
-    substitute in the copy, by default the object itself.
-
-    Attributes:
-        known: the copies by ``id`` of the original.
+    that would copy the model, and a copied function would change what the user's does.
     """
 
-    def __init__(self, known: Mapping[int, Any] | None = None, replace: Callable[[Any], Any] = lambda value: value):
-        self.known = dict(known or {})
-        self._replace = replace
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}  # the copies by id of the original
         self._originals: list[Any] = []  # referenced, since Python gives the id of a collected object to another one
 
     def copy(self, value: Any) -> Any:
-        if id(value) in self.known:
-            return self.known[id(value)]
+        if id(value) in self._known:
+            return self._known[id(value)]
         if isinstance(value, Parameter | Module | Optimizer | type) or callable(value):
-            replaced = self._replace(value)
-            return value if replaced is value else self._keep(value, replaced)
+            return value
         if isinstance(value, Tensor):
             return self._keep(value, value.detach().clone())
         if isinstance(value, dict):
@@ -58,8 +52,7 @@ class Copier:
             return copied
         # Not a subclass of tuple: the constructor of a named tuple expects fields.
         if isinstance(value, list | set | collections.deque) or type(value) is tuple:
-            items = list.__iter__(value) if isinstance(value, list) else value  # past an override that counts
-            return self._keep(value, type(value)(map(self.copy, items)))
+            return self._keep(value, type(value)(map(self.copy, value)))
         # Not a generator of random numbers: a copy would hide how often it draws.
         if hasattr(value, "__dict__") and methods_of_generator(value) is None:
             try:
@@ -73,7 +66,7 @@ class Copier:
         return value
 
     def _keep(self, value: Any, copied: Any) -> Any:
-        self.known[id(value)] = copied
+        self._known[id(value)] = copied
         self._originals.append(value)
         return copied
 

@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import OptimizerNotShardableError
+from megastrategy.core.errors import DirectUseError, OptimizerNotShardableError, ReducedGradError
+from megastrategy.core.trials.probe import probe
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
-from tests.support.optimizers_with_methods import Methods, ScheduleFree
+from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.training import assert_same_state
 
@@ -219,42 +220,149 @@ def one_step(rank: int, group: ProcessGroup, make: Callable[[Any], torch.optim.O
     return module, model, optimizer, collectives
 
 
-REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "first_step()": (lambda optimizer: optimizer.first_step(rho=0.1), "uses gradients"),
-    "ascend()": (lambda optimizer: optimizer.ascend(), "uses gradients"),
-    "normalize()": (lambda optimizer: optimizer.normalize(), "cut into flat pieces"),
-    "center_momentum()": (lambda optimizer: optimizer.center_momentum(), "cut into flat pieces"),
-    "record_norms()": (lambda optimizer: optimizer.record_norms(), "cut into flat pieces"),
-    "log_momentum()": (lambda optimizer: optimizer.log_momentum([]), "cut into flat pieces"),
-    "momentum()": (lambda optimizer: optimizer.momentum(), "returns what belongs to elements"),
-    "largest_momentum": (lambda optimizer: optimizer.largest_momentum, "cut into flat pieces"),
-    "re_point()": (lambda optimizer: optimizer.re_point(), "other memory"),
-    "change_with()": (lambda optimizer: optimizer.change_with(lambda param: param.mul_(2)), "calls a function"),
-    "step_twice()": (lambda optimizer: optimizer.step_twice(), "uses gradients"),
-    "show_momentum()": (lambda optimizer: optimizer.show_momentum(), "changes nothing"),
-    "of_attribute()": (lambda optimizer: optimizer.of_attribute(), "other ways than the groups"),
-    "halved()": (lambda optimizer: optimizer.halved().__enter__(), "may use it later"),
-    "shrinker()": (lambda optimizer: optimizer.shrinker()(0.5), "may use it later"),
+def test_a_mode_gathers_each_bucket_once_and_one_without_effect_nothing() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        def make(params: Any) -> ScheduleFree:
+            optimizer = ScheduleFree(params)
+            optimizer.train()
+            return optimizer
+
+        _, model, optimizer, collectives = one_step(rank, group, make)
+        optimizer.train()
+        assert collectives.calls == [], "it was in training"
+        optimizer.eval()
+        assert [call.name for call in collectives.calls] == ["all_gather"] * len(model.layout.buckets)
+        assert len(model.layout.buckets) > 1
+        optimizer.eval()
+        assert len(collectives.calls) == len(model.layout.buckets)
+
+    run_ranks(2, run)
+
+
+def test_an_option_that_its_class_declares_is_set_on_the_users_object() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        _, _, optimizer, _ = one_step(rank, group, Swapping)
+        assert optimizer.averaging is True, "the object's own, not the class's"
+        optimizer.averaging = False
+        assert optimizer.optimizer.averaging is False
+        assert optimizer.averaging is False
+
+    run_ranks(2, run)
+
+
+def test_methods_without_state_of_parameters_are_called_as_they_are() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, _, optimizer, collectives = one_step(rank, group, Methods)
+        inner = optimizer.optimizer
+        weights = weights_of(module)
+        optimizer.shrink(factor=0.5)
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, weights[name] * 0.5), name
+        assert any(bool(values["momentum_buffer"].any()) for values in optimizer.state.values())
+        assert optimizer.get_lr() == [0.1]
+        assert optimizer.with_lr(0.1) is optimizer, "not the user's own object, which steps nothing here"
+        inner.calls = 0
+        optimizer.set_lr(0.25)
+        assert (inner.param_groups[0]["lr"], inner.calls, optimizer.num_calls) == (0.25, 1, 1)
+        optimizer.num_calls = 7
+        assert inner.calls == 7
+        optimizer.subscribe(print)
+        assert inner.listeners == [print]
+        assert optimizer.num_elements() == sum(param.numel() for param in module.parameters())
+        assert collectives.calls == []
+        assert set(map(id, inner.param_groups[0]["params"])) == set(map(id, module.parameters()))
+
+    run_ranks(2, run)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "first_step()": (lambda optimizer: optimizer.first_step(rho=0.1), ReducedGradError, "full_grad"),
+    "ascend()": (lambda optimizer: optimizer.ascend(), ReducedGradError, "full_grad"),
+    "center_momentum()": (lambda optimizer: optimizer.center_momentum(), DirectUseError, "was looked up"),
+    "largest_momentum": (lambda optimizer: optimizer.largest_momentum, DirectUseError, "was looked up"),
+    "has_state()": (lambda optimizer: optimizer.has_state(), DirectUseError, "was looked up"),
+    "step_twice()": (lambda optimizer: optimizer.step_twice(), DirectUseError, "steps shards"),
+    "reset()": (lambda optimizer: optimizer.reset(), OptimizerNotShardableError, "replaces the state"),
+    "halved()": (
+        lambda optimizer: optimizer.halved().__enter__(),
+        OptimizerNotShardableError,
+        "use the optimizer later",
+    ),
 }
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_shards_cannot_do_is_refused_by_name_before_anything_is_changed(name: str) -> None:
-    use, reason = REFUSED[name]
+def test_methods_that_need_state_or_gradients_of_parameters_are_refused(name: str) -> None:
+    use, kind, reason = REFUSED[name]
 
     def run(rank: int, group: ProcessGroup) -> None:
         module, _, optimizer, collectives = one_step(rank, group, Methods)
         before = weights_of(module), copy.deepcopy(optimizer.state_dict())
-        norms, collectives.calls[:] = list(optimizer.norms), []
-        with pytest.raises(OptimizerNotShardableError, match=reason) as caught:
+        collectives.calls[:] = []
+        with pytest.raises(kind, match=reason):
             use(optimizer)
-        assert f"{name} of Methods" in str(caught.value)
-        assert "use_distributed_optimizer=False" in str(caught.value)
         assert collectives.calls == []
-        assert (optimizer.calls, optimizer.norms) == (0, norms)
         for key, value in weights_of(module).items():
             assert torch.equal(value, before[0][key])
         assert_same_state(optimizer.state_dict(), before[1])
 
     run_ranks(2, run)
+
+
+WHOLE = {name: use for name, (use, _, _) in REFUSED.items() if name != "reset()"}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: str) -> None:
+    use = WHOLE[name]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model, optimizer, _ = one_step(rank, group, Methods, use_distributed_optimizer=False)
+        twin = two_layers()
+        reference = Methods(twin.parameters())
+        twin(torch.ones(2, 10)).square().sum().backward()
+        reference.step()
+        model(torch.ones(2, 10)).square().sum().backward()
+        twin(torch.ones(2, 10)).square().sum().backward()
+        use(optimizer)
+        use(reference)
+        for key, value in weights_of(twin).items():
+            assert torch.equal(weights_of(module)[key], value), key
+
+    run_ranks(2, run)
+
+
+class ScaledByItsNorm(ScheduleFree):
+    """Divides each weight by the norm of its tensor in evaluation."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            if group["train_mode"]:
+                group["train_mode"] = False
+                for param in group["params"]:
+                    param.div_(param.norm())
+
+
+class WithoutRecord(torch.optim.SGD):
+    """Its weights are halved by ``eval()``, which keeps no note of it."""
+
+    def train(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(ScaledByItsNorm, "cut into flat pieces"), (WithoutRecord, "no option or attribute says")]
+)
+def test_modes_that_ranks_cannot_change_by_shards_are_found_at_the_wrap(kind: Any, reason: str) -> None:
+    findings = probe(kind(two_layers().parameters(), lr=0.05), torch.device("cpu"), torch.float32)
+    if kind is WithoutRecord:
+        assert reason in str(findings.reason)
+    else:
+        assert findings.reason is None
+        assert findings.whole_groups == {0}, "each parameter by its owner"
