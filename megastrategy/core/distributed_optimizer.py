@@ -47,6 +47,7 @@ from .events import profiler_range
 from .optimizer import (
     GuardedState,
     ShardedOptimizer,
+    StepArguments,
     check_optimizer,
     forwarding_members,
     gather_from,
@@ -64,7 +65,6 @@ from .optimizer import (
 )
 from .shards import MAIN_PARAMS, STATE, Gather, to_host
 from .sync import check_finite, scale_to_norm_, unscale_grads_
-from .trials import StepArguments
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -211,17 +211,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        Accepts the arguments of the user's ``step``, like a closure, and forwards them. With shards, main params or
-        replicas a closure is called once, before the step. Shards are stepped with further arguments if trial steps
-        show that the update stays element-wise with them; numbers are tried once.
+        Accepts a closure; where every rank steps all parameters, also other arguments of the user's ``step``. With
+        shards, main params or replicas a closure is called once, before the step.
 
         With replicas it does nothing if the others have stepped without this one, whose weights are theirs then.
 
         When it returns every rank has all new weights. Gradients stay until they are zeroed, as torch's do.
 
         Raises:
-            OptimizerNotShardableError: if shards cannot be stepped with these arguments, or with an option that was set
-                after the optimizer was wrapped. Nothing is changed then.
+            OptimizerNotShardableError: for other arguments than a closure, if shards are stepped, and for an option
+                with which they cannot be, set after the optimizer was wrapped. Nothing is changed then.
         """
         if (plain := self._given_back()) is not None:
             for grad in (param.grad for group in plain.param_groups for param in group["params"]):
@@ -233,11 +232,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not has_shards and not impl.has_replicas:
             return impl.step_params(arguments)
         closure, others = arguments.closure, arguments.without_closure()
-        if has_shards and others and (reason := impl.try_arguments(others)) is not None:
+        if others and not impl.accepts_arguments:
             raise OptimizerNotShardableError(
-                f"step() of a sharded {type(impl.inner).__name__} cannot be called with these arguments: {reason}. "
-                f"Leave them out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as "
-                "under torch DDP"
+                f"step() of a sharded {type(impl.inner).__name__} accepts a closure and no other arguments. Leave them "
+                f"out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as under torch "
+                "DDP"
             )
         result = None
         # Before the gradients are reduced, as torch's optimizers call it before they read any.

@@ -11,6 +11,7 @@ from .optimizer_copies import refuse_copy, same
 from .shard_set import ShardSet, gather_from
 from .sharded_optimizer import ShardedOptimizer
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
+from .step_arguments import StepArguments
 from .step_hooks import may_see_shards
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "GuardedState",
     "ShardSet",
     "ShardedOptimizer",
+    "StepArguments",
     "adapt_scaler",
     "check_optimizer",
     "describe_unreduced",

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from ..engine import Engine
 from ..errors import OptimizerNotShardableError
-from ..trials import (
-    CommunicationError,
-    Findings,
-    NotForShardsError,
-    check_fp32_state,
-    check_main_param_steps,
-    no_communication,
-)
+from ..trials import Findings, NotForShardsError, check_fp32_state, check_main_param_steps
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
@@ -53,22 +43,6 @@ def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
             "weights in fp32 (autocast for the forward), or use another optimizer"
         ) from None
-
-
-@contextlib.contextmanager
-def sending_nothing(optimizer: torch.optim.Optimizer, engine: Engine, *, is_watched: bool) -> Iterator[None]:
-    """Raises OptimizerNotShardableError if the user's ``step`` communicates while this is open.
-
-    ``is_watched``: its code may communicate, so its calls are watched.
-    """
-    if not is_watched:
-        yield
-        return
-    try:
-        with no_communication():
-            yield
-    except CommunicationError as reason:
-        raise not_shardable(optimizer, engine, str(reason)) from None
 
 
 def not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str) -> OptimizerNotShardableError:

@@ -33,10 +33,11 @@ from ..engine import Engine
 from ..errors import CollectiveError
 from ..events import EventKind
 from ..shards import FlatRun, take_outside_changes
-from ..trials import Findings, LaterTrials, StepArguments
-from .optimizer_checks import check_main_params, not_shardable, sending_nothing
+from ..trials import Findings, LaterTrials
+from .optimizer_checks import check_main_params, not_shardable
 from .replica_state import OptimizerState
 from .shard_set import ShardSet
+from .step_arguments import StepArguments
 from .step_hooks import has_user_hooks, innermost_call
 from .step_memory import bring_back, copy_kept_grads
 from .unsharded_step import step_main_params
@@ -80,8 +81,6 @@ class ShardedOptimizer:
         self.inner, self.engine = optimizer, engine
         self.num_steps_done = 0
         self.reductions: dict[int, int] = {}
-        self._arguments = StepArguments()  # the arguments of the step that is under way
-        self._may_communicate = findings is not None and findings.may_communicate
         self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
         self._replica_state: OptimizerState | None = None
         if engine.reducer.across is not None:
@@ -104,13 +103,13 @@ class ShardedOptimizer:
             engine.grad_buffers.cut_grads(shard_set.param_indices())
             engine.reducer.tokens.finish_on_this_rank()
 
-    # --- trials of new arguments and options -------------------------------------------------------------------------
+    # --- trials of new options ---------------------------------------------------------------------------------------
 
-    def try_arguments(self, arguments: StepArguments) -> str | None:
-        """Tries new arguments of ``step``. Returns the reason why shards cannot be stepped with them, or None."""
-        if (trials := self._later_trials) is None:
-            return None
-        return self._learn(trials.of_arguments(arguments, self.shard_set.layout.main_dtype))
+    @property
+    def accepts_arguments(self) -> bool:
+        """Whether ``step`` may have other arguments than a closure: not with parts of parameters, where a norm or a
+        mean that they switch on would be another one."""
+        return self._later_trials is None
 
     def try_options(self) -> str | None:
         """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
@@ -190,9 +189,10 @@ class ShardedOptimizer:
         return result
 
     def step(self, arguments: StepArguments) -> None:
-        """Steps this rank's shards or main params; ``arguments``: of the user's ``step``, without the closure."""
+        """Steps this rank's shards or main params; ``arguments``: of the user's ``step``, without the closure, none for
+        shards."""
         self.finish_grads()
-        self._arguments, storage = arguments, self.shard_set.states.storage
+        storage = self.shard_set.states.storage
         if not self.shard_set.sharded:
             self._begin_step()
             step_main_params(self.shard_set, arguments)
@@ -205,8 +205,6 @@ class ShardedOptimizer:
                     storage.end_step(self.engine.collectives)
         # A wrapper of user code may have skipped the step: then none has begun, and none is counted.
         self.num_steps_done = self.shard_set.num_steps_begun
-        if self._later_trials is not None:
-            self._later_trials.end_step()
 
     def _begin_step(self) -> None:
         self.shard_set.num_steps_begun = self.num_steps_done + 1
@@ -224,7 +222,7 @@ class ShardedOptimizer:
             return self._in_one_call(self._begin_shards())
 
         with self.shard_set.calls_allowed(), innermost_call(self.inner, innermost):
-            self._arguments.call(self.inner.step)
+            self.inner.step()
 
     @contextlib.contextmanager
     def _in_one_call(self, begun: _Begun) -> Iterator[None]:
@@ -243,7 +241,7 @@ class ShardedOptimizer:
         begun, storage = self._begin_shards(), self.shard_set.states.storage
         if storage is None:
             with self._in_one_call(begun):
-                self._arguments.call(self.inner.step)
+                self.inner.step()
         else:
             self._step_slices(begun, storage)
 
@@ -345,7 +343,7 @@ class ShardedOptimizer:
         """Calls the optimizer with these in its groups, if there are any. Extra parameters are in one call a step."""
         if runs or with_extra_params:
             with self._holding(runs, with_extra_params=with_extra_params):
-                self._arguments.call(self.inner.step)
+                self.inner.step()
 
     @contextlib.contextmanager
     def _holding(self, runs: Sequence[Steppable], *, with_extra_params: bool) -> Iterator[None]:
@@ -353,7 +351,6 @@ class ShardedOptimizer:
         stepped = self.shard_set.extra_params.stepped() if with_extra_params else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
         places = [tensor.detach() for tensor in tensors]
-        watching = sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
         try:
             with self._state_on_device(runs), self._main_params_loaded(runs):
                 for run in runs:
@@ -361,7 +358,7 @@ class ShardedOptimizer:
                     stepped[run.group] += run.tensors
                 grads = [tensor.grad for tensor in tensors]
                 try:
-                    with self.shard_set.groups_of(stepped), watching:
+                    with self.shard_set.groups_of(stepped):
                         yield
                 finally:  # after an error too: the next step uses the same tensors
                     bring_back(tensors, places)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..shards import ParamShard
-from ..trials import StepArguments
 from .shard_set import ShardSet
+from .step_arguments import StepArguments
 from .step_memory import copy_kept_grads
 
 

@@ -5,23 +5,18 @@ each parameter by itself (``per_parameter``) as whole parameters by their owners
 """
 
 from .elementwise import Findings, check_fp32_state, check_main_param_steps
-from .isolation import CommunicationError, no_communication
 from .known_findings import KnownFindings
 from .later_trials import LaterTrials
-from .step_arguments import StepArguments
 from .values import NotForShardsError, describe_undividable, equal, is_per_element
 
 __all__ = [
-    "CommunicationError",
     "Findings",
     "KnownFindings",
     "LaterTrials",
     "NotForShardsError",
-    "StepArguments",
     "check_fp32_state",
     "check_main_param_steps",
     "describe_undividable",
     "equal",
     "is_per_element",
-    "no_communication",
 ]

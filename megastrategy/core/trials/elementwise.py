@@ -25,7 +25,6 @@ from torch import Tensor
 
 from .identity import check_identity
 from .isolation import Isolation
-from .step_arguments import StepArguments
 from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, copy_optimizer, cut, values_of
 from .values import (
     Copier,
@@ -60,8 +59,6 @@ class Findings:
             so that they can be divided among ranks as a whole.
         whole_tensors: how many numbers the optimizer keeps per element of these parameters, at most, by their number
             of dimensions: Adafactor keeps one of vectors, and none of matrices.
-        may_communicate: whether the code of its step names torch.distributed.
-        raised: whether the reason is an exception of a trial step of whole tensors.
     """
 
     reason: str | None
@@ -70,12 +67,6 @@ class Findings:
     changed_entries: frozenset[str] = frozenset()
     whole_groups: frozenset[int] = frozenset()
     whole_tensors: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    may_communicate: bool = False
-    raised: bool = False
-
-
-class TrialStepError(NotForShardsError):
-    """A trial step raised with whole tensors too."""
 
 
 def check_main_param_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -169,10 +160,11 @@ class GroupProbe:
         optimizer: torch.optim.Optimizer,
         number: int,
         problem: Problem,
-        arguments: StepArguments,
         isolation: Isolation,
     ) -> None:
-        self.optimizer, self.problem, self.arguments, self.isolation = optimizer, problem, arguments, isolation
+        self.optimizer = optimizer
+        self.problem = problem
+        self.isolation = isolation
         self.group = optimizer.param_groups[number]
         self.where = f"parameter group {number}"
         self._state_at_start: StateAtStart | None = None
@@ -213,7 +205,7 @@ class GroupProbe:
     def _copy(self, lr: float | None) -> torch.optim.Optimizer:
         # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.
         self.isolation.restore()
-        copied = copy_optimizer(self.optimizer, self.group, lr, self.arguments)
+        copied = copy_optimizer(self.optimizer, self.group, lr)
         if self._state_at_start is not None:
             copied.state = self._state_at_start.copy()
         return copied
@@ -233,7 +225,7 @@ class GroupProbe:
         try:
             whole = self._run_whole(lr, num_steps)
         except Exception as error:
-            raise TrialStepError(f"a trial step of {self.where} raised {describe_error(error)}") from error
+            raise NotForShardsError(f"a trial step of {self.where} raised {describe_error(error)}") from error
         try:
             # With the gradients of the whole tensors, though pieces may have moved otherwise: else the two would differ
             # for rounding only.

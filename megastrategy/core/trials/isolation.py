@@ -19,9 +19,7 @@ refused: on shards such a step would use weights in whose place others are stepp
 [Note: steps that communicate]
 An optimizer that averages in its step (all-reduces weights, sends them to a neighbour) would average shards, which are
 other elements on each rank, or wait for a rank that steps nothing. Trials would not show it: they are alike on all
-ranks. So each call of torch.distributed raises in a trial before it sends anything. One that communicates in every
-hundredth step does not do so in a trial: where the code names torch.distributed, and nothing is compiled, its steps of
-shards are watched, too.
+ranks. So each call of torch.distributed raises in a trial before it sends anything.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import collections
 import contextlib
 import contextvars
 import functools
-import inspect
 import random
 import sys
 import types
@@ -61,56 +58,20 @@ _IN_TRIAL = contextvars.ContextVar("in_trial", default=False)
 _SKIPS_TRIALS = "megastrategy_skips_trials"
 
 
-class CommunicationError(Exception):
+class _CommunicationError(Exception):
     """A trial step called a collective, or sent or received."""
 
 
-class _NoCommunication(TorchDispatchMode):
-    """Raises for every operator that communicates.
+class _Trial(TorchDispatchMode):
+    """Raises for operators that communicate, and for those on memory of the model's parameters; see [Note: the model's
+    weights in a trial].
 
     Attributes:
-        called: the first one's name, "" if none was called. The step may have caught the error.
-    """
-
-    called = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _OF_COLLECTIVES in getattr(func, "namespace", ""):
-            self.called = self.called or func.__name__.split(".")[0].strip("_")
-            raise CommunicationError(f"it communicates ({self.called})")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def no_communication() -> Iterator[None]:
-    """Prevents a step of shards from sending anything.
-
-    Raises:
-        CommunicationError: if it would, with the reason not to shard, also where the step has caught it.
-    """
-    mode = _NoCommunication()
-    try:
-        with mode:
-            yield
-    finally:
-        if mode.called:
-            raise CommunicationError(_communicates(mode.called))
-
-
-def _communicates(called: str) -> str:
-    return (
-        f"its step() communicates ({called} of torch.distributed), and ranks would exchange shards of different "
-        "parameters"
-    )
-
-
-class _Trial(_NoCommunication):
-    """Raises also for operators on memory of the model's parameters; see [Note: the model's weights in a trial].
-
-    Attributes:
+        called: the first operator that would have communicated, "" if none. The step may have caught the error.
         has_met_model: whether there was such an operator. The step may have caught the error.
     """
 
+    called = ""
     has_met_model = False
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -123,7 +84,10 @@ class _Trial(_NoCommunication):
                 if isinstance(item, Tensor) and _storage(item) in self._storages:
                     self.has_met_model = True
                     raise NotForShardsError(_MEETS_MODEL)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if _OF_COLLECTIVES in getattr(func, "namespace", ""):
+            self.called = self.called or func.__name__.split(".")[0].strip("_")
+            raise _CommunicationError(f"it communicates ({self.called})")
+        return func(*args, **(kwargs or {}))
 
 
 _MEETS_MODEL = (
@@ -162,11 +126,7 @@ def _without_global_hooks() -> Iterator[None]:
 
 
 class Isolation:
-    """The former values of everything that an optimizer's steps can reach; see [Note: traces of trial steps].
-
-    Attributes:
-        may_communicate: whether its code names torch.distributed, so that steps of shards have to be watched.
-    """
+    """The former values of everything that an optimizer's steps can reach; see [Note: traces of trial steps]."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._device = device
@@ -174,12 +134,8 @@ class Isolation:
         self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._mode = _Trial(param for group in optimizer.param_groups for param in group["params"])
-        self.may_communicate = False
         if not self._is_torchs:  # whose steps change nothing but what a copy has
             self._places = list(_Walk().of_optimizer(optimizer))
-            # Under a dispatch mode, which watches, functions that torch.compile has made would run uncompiled.
-            names = _names_in_methods(type(optimizer))
-            self.may_communicate = {"torch", "distributed"} <= names and "compile" not in names
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -210,7 +166,10 @@ class Isolation:
     def check(self) -> None:
         """Raises NotForShardsError if the steps that were tried may not be steps of shards."""
         if self._mode.called:
-            raise NotForShardsError(_communicates(self._mode.called))
+            raise NotForShardsError(
+                f"its step() communicates ({self._mode.called} of torch.distributed), and ranks would exchange shards "
+                "of different parameters"
+            )
         if self._mode.has_met_model:
             raise NotForShardsError(_MEETS_MODEL)
 
@@ -247,24 +206,6 @@ def seed(device: torch.device) -> None:
 
 
 # --- reachable places ------------------------------------------------------------------------------------------------
-
-
-def _names_in_methods(kind: type) -> set[str]:
-    """Returns the names in the code of a class's methods, and of the modules of the globals that they use."""
-    found = set[str]()
-    for value in (value for owner in kind.__mro__ for value in vars(owner).values()):
-        value = inspect.unwrap(value) if callable(value) else value  # torch wraps step()
-        if isinstance(value, types.FunctionType) and not _is_foreign(value.__module__):
-            names = _names_in(value.__code__)
-            used = (value.__globals__[name] for name in names if name in value.__globals__)
-            modules = (getattr(item, "__module__", None) or getattr(item, "__name__", "") for item in used)
-            found |= names.union(map(str, modules))
-    return {part for name in found for part in name.split(".")}
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _is_foreign(module: str | None) -> bool:

@@ -4,10 +4,9 @@
 A trial is valid for the options that it ran with. A ``weight_decay`` of zero lets LARS pass, which takes no norm then;
 set by hand, by a schedule or by a loaded state, each rank would take the norms of its own shards, and nothing would
 show it. A decay that becomes another number multiplies the term that was tried. A term that was not there can couple
-elements: an option that was not there, a number that was zero, infinite or of the other sign (a clip that was off), and
-a flag, a word or None in place of another. So the optimizer is tried once more with that. (Tensors are not looked
-into: that would wait for the device in every step.) Attributes of an optimizer that is not torch's are options, too, if
-they change between its steps.
+elements: a number that was zero, infinite or of the other sign (a clip that was off), and a flag, a word or None in
+place of another. So the optimizer is tried once more with that. Tensors are not looked into: that would wait for the
+device in every step. Neither are attributes, and entries that a group did not have.
 
 An entry that the optimizer's own steps change (Schedule-Free's ``k``) was not set; trials show which these are. They,
 and all that was not set, have the values of the first trial in a later one: with the counters of a long training beside
@@ -24,9 +23,7 @@ import torch
 
 from .elementwise import Findings
 from .known_findings import KnownFindings
-from .probe import probe
-from .step_arguments import StepArguments
-from .values import PLAIN_TYPES, Copier
+from .values import Copier
 
 _OF_TRIALS = {"params", "lr", "initial_lr"}  # a trial has its own tensors, and a rate of its own where there is none
 
@@ -38,22 +35,10 @@ class LaterTrials:
         self._optimizer, self._device = optimizer, device
         self._first: list[dict[str, Any]] = []  # by group, its options at its first trial
         self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
-        self._tried: set[Hashable] = {StepArguments().kind}
+        self._tried: set[Hashable] = set()
         self._whole_groups = set(findings.whole_groups)
-        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")  # reads its own entries, no others
-        self._attributes = dict[str, Any]()  # that are plain values, as its last step left them
-        self.end_step()
         for group in optimizer.param_groups:
             self._begin(group, findings)
-
-    def of_arguments(self, arguments: StepArguments, dtype: torch.dtype) -> Findings | None:
-        """Tries a step with these arguments; None if their kind was tried. ``dtype``: the finest that is stepped."""
-        if (kind := arguments.kind) in self._tried:
-            return None
-        findings = self._if_divided_alike(probe(self._optimizer, self._device, dtype, arguments))
-        if findings.reason is None:
-            self._tried.add(kind)
-        return findings
 
     def of_options(self, known: KnownFindings, dtype: torch.dtype) -> Findings | None:
         """Tries a step with the present groups and options; None if options of their kind were tried.
@@ -62,8 +47,7 @@ class LaterTrials:
         """
         groups = self._optimizer.param_groups
         untried = [number for number, group in enumerate(groups) if not self._is_tried(number, group)]
-        attributes = self._attributes_set_later()
-        if not untried and (not attributes or _kind(attributes) in self._tried):
+        if not untried:
             return None
         again = object.__new__(type(self._optimizer))
         again.__dict__.update(self._optimizer.__dict__)
@@ -73,40 +57,15 @@ class LaterTrials:
             else group
             for number, group in enumerate(groups)
         ]
-        findings = known.probe(again, self._device, dtype)
-        if findings.raised and not untried:
-            # The step will raise the user's own error. Or the attribute counts on state that a trial does not have.
-            self._tried.add(_kind(attributes))
-            return None
-        findings = self._if_divided_alike(findings)
+        findings = self._if_divided_alike(known.probe(again, self._device, dtype))
         if findings.reason is not None:
-            return Findings(self._in_words(untried, attributes) + findings.reason)
-        self._tried.add(_kind(attributes))
+            return Findings(self._in_words(untried) + findings.reason)
         for number in untried:
             if number < len(self._first):
                 self._tried.add((number, _kind(self._set_later(number, groups[number]))))
             else:
                 self._begin(groups[number], findings)
         return findings
-
-    def end_step(self) -> None:
-        """Records the attributes and entries after a step: the user has not set those that the step changes."""
-        if self._is_torchs:
-            return
-        self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in PLAIN_TYPES}
-        for first, group in zip(self._first, self._optimizer.param_groups, strict=False):
-            first.update((name, group[name]) for name in group.keys() - first.keys() - _OF_TRIALS)
-
-    def _attributes_set_later(self) -> dict[str, Any]:
-        if self._is_torchs:
-            return {}
-        return {
-            name: value
-            for name, value in vars(self._optimizer).items()
-            # Frameworks put attributes of their own on an optimizer, with an underscore.
-            if type(value) in PLAIN_TYPES and (name in self._attributes or not name.startswith("_"))
-            if value is not self._attributes.get(name) and _may_add_a_term(self._attributes.get(name), value)
-        }
 
     def _if_divided_alike(self, findings: Findings) -> Findings:
         """Returns the findings, or a refusal if they need whole parameters that were divided into shards."""
@@ -130,9 +89,6 @@ class LaterTrials:
         if number >= len(self._first):
             return False
         seen = self._seen[number]
-        if not self._is_torchs:
-            for name in group.keys() - self._first[number].keys() - _OF_TRIALS:
-                self._first[number][name] = seen[name] = None
         # By identity, in every step: nearly always nothing was set.
         if all(group.get(name) is value for name, value in seen.items()):
             return True
@@ -149,10 +105,8 @@ class LaterTrials:
             if name in group and _may_add_a_term(first[name], group[name])
         }
 
-    def _in_words(self, untried: list[int], attributes: Mapping[str, Any]) -> str:
+    def _in_words(self, untried: list[int]) -> str:
         said = dict[str, None]()  # in order, and once: often all groups are set alike
-        for name, value in attributes.items():
-            said[f"its attribute {name}={value!r}, which was {self._attributes.get(name)!r} before: "] = None
         for number in untried:
             if number < len(self._first):
                 for name, value in self._set_later(number, self._optimizer.param_groups[number]).items():

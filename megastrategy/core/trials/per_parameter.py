@@ -24,7 +24,6 @@ from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, attribute_with_params
 from .isolation import Isolation, seed
-from .step_arguments import StepArguments
 from .trial import SPIKE, Problem, Trial
 from .values import NotForShardsError, distances, equal, same_bits, tensors_in, with_arithmetic
 
@@ -65,12 +64,11 @@ class PerParameterProbe(GroupProbe):
         numbers: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
-        arguments: StepArguments,
         isolation: Isolation,
     ) -> None:
         groups = [optimizer.param_groups[number] for number in numbers]
         shapes = trial_shapes([tuple(param.shape) for group in groups for param in group["params"]] or [(12, 33)])
-        super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), arguments, isolation)
+        super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), isolation)
         self._spikes = Problem(device, dtype, shapes=shapes, scale=SPIKE)
         self._device = device
 

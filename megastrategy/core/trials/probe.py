@@ -7,7 +7,6 @@ itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 
-from .elementwise import Findings, GroupProbe, TrialStepError, check_no_inner_optimizer, trial_lr
+from .elementwise import Findings, GroupProbe, check_no_inner_optimizer, trial_lr
 from .identity import check_identity
 from .isolation import Isolation
 from .per_parameter import PerParameterProbe
-from .step_arguments import StepArguments
 from .trial import PROPORTIONS, SPIKE, Problem
 from .values import NotForShardsError, equal
 
@@ -31,28 +29,26 @@ def probe(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     dtype: torch.dtype,
-    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
 ) -> Findings:
     """Steps copies of the optimizer on tensors made for it, together, alone, cut and in parts, and compares.
 
     The optimizer is left untouched; its class, hyper-parameters and other attributes are used, its state is not.
-    ``device`` and ``dtype`` are those of the tensors that it will step; ``arguments`` those of its ``step``.
+    ``device`` and ``dtype`` are those of the tensors that it will step.
     """
     with _COMPILER, _uncompiled():
         try:
             # Before any copy is stepped: these steps would reach the model's own weights, or call user code.
             check_no_inner_optimizer(optimizer)
-            arguments.check_for_shards()
             isolation = Isolation(optimizer, device)
             with isolation.open():
                 try:
-                    findings = _probe(optimizer, device, dtype, arguments, isolation)
+                    findings = _probe(optimizer, device, dtype, isolation)
                 finally:
                     # Before other reasons, which were found by steps that could not do their work.
                     isolation.check()
         except NotForShardsError as error:
-            return Findings(str(error), raised=isinstance(error, TrialStepError))
-        return dataclasses.replace(findings, may_communicate=isolation.may_communicate)
+            return Findings(str(error))
+        return findings
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
@@ -69,7 +65,6 @@ def _probe(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     dtype: torch.dtype,
-    arguments: StepArguments,
     isolation: Isolation,
 ) -> Findings:
     check_identity(optimizer)
@@ -82,15 +77,15 @@ def _probe(
         try:
             # First the small one: a step that makes a matrix of a flat tensor's elements would take gigabytes and
             # minutes for the larger one, and one that clips by a norm shows it only with large gradients.
-            GroupProbe(optimizer, numbers[0], small, arguments, isolation).check_first_step()
-            found = GroupProbe(optimizer, numbers[0], problem, arguments, isolation).findings()
-            GroupProbe(optimizer, numbers[0], others, arguments, isolation).check_first_step()
+            GroupProbe(optimizer, numbers[0], small, isolation).check_first_step()
+            found = GroupProbe(optimizer, numbers[0], problem, isolation).findings()
+            GroupProbe(optimizer, numbers[0], others, isolation).check_first_step()
             flat.append(found)
             continue
         except NotForShardsError as error:
             not_flat = error
         try:
-            whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments, isolation).findings())
+            whole.append(PerParameterProbe(optimizer, numbers, device, dtype, isolation).findings())
         except NotForShardsError as error:
             if str(error) == str(not_flat):
                 raise not_flat from None

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -33,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .step_arguments import StepArguments
 from .values import Copier, with_arithmetic
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))
@@ -212,15 +210,12 @@ def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
 
 
 def copy_optimizer(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    lr: float | None = None,
-    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float | None = None
 ) -> torch.optim.Optimizer:
     """Returns an optimizer like the given one, with one group like the given one, of no tensors, and no state.
 
     It has neither the hooks, which count, log or profile real calls, nor a wrapper of ``step``. ``lr`` replaces the
-    group's own, if it has one; its ``step`` is called with ``arguments``.
+    group's own, if it has one.
     """
     copier = Copier()
     # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
@@ -237,9 +232,6 @@ def copy_optimizer(
         options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
     copied.param_groups = [{**options, "params": []}]
     enter_training(copied)
-    if arguments:
-        args, kwargs = Copier().copy([list(arguments.args), dict(arguments.kwargs)])
-        copied.step = functools.partial(copied.step, *args, **kwargs)  # type: ignore[method-assign, assignment]
     return copied
 
 

@@ -132,39 +132,63 @@ def in_every_form(model: Any, optimizer: Any, rank: int) -> None:
 
         return evaluate
 
-    assert float(optimizer.step(closure(0), 0.5)) > 0
-    assert float(optimizer.step(closure(1), scale=2.0)) > 0
-    assert float(optimizer.step(closure=closure(2), scale=torch.tensor(0.25))) > 0
-    closure(3)()
+    assert float(optimizer.step(closure(0))) > 0
+    assert float(optimizer.step(closure=closure(1))) > 0
+    closure(2)()
+    optimizer.step(None)
+    optimizer.step()
+
+
+def with_arguments(model: Any, optimizer: Any, rank: int) -> None:
+    backward(model, rank, 0)
+    optimizer.step(lambda: backward(model, rank, 1), 0.5)
+    optimizer.step(lambda: backward(model, rank, 2), scale=torch.tensor(0.25))
     optimizer.step(None, 3.0)
     optimizer.step(scale=0.125)
-    optimizer.step()
 
 
 @both_modes
 @pytest.mark.parametrize("overlap", [True, False])
-def test_every_argument_of_step_arrives(overlap: bool, sharded: bool) -> None:
+def test_a_closure_is_called_in_every_form_of_step(overlap: bool, sharded: bool) -> None:
     options = {"use_distributed_optimizer": sharded, "overlap_param_gather": overlap and sharded}
     assert_equal_to_ddp(users, in_every_form, **options)
 
 
-def test_arguments_with_which_shards_would_be_stepped_otherwise_are_refused_before_the_closure() -> None:
+def test_with_all_reduce_every_argument_of_step_arrives() -> None:
+    assert_equal_to_ddp(users, with_arguments, use_distributed_optimizer=False)
+
+
+def test_over_main_params_every_argument_of_step_arrives() -> None:
+    """As if the learning rate had been larger: the numbers are powers of two."""
+
+    def script(lr: float, **kwargs: Any) -> Script:
+        def train(model: Any, optimizer: Any, rank: int) -> None:
+            optimizer.param_groups[0]["lr"] = lr
+            for step in range(3):
+                optimizer.zero_grad()
+                optimizer.step(lambda: backward(model, rank, step), **kwargs)  # noqa: B023 - called at once
+
+        return train
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        options = {"dtype": torch.bfloat16, "use_distributed_optimizer": False}
+        results = [train(users(), each, rank, group, **options) for each in (script(1 / 64, scale=4.0), script(1 / 16))]
+        first, second = (list(module.parameters()) for module in results)
+        assert all(map(torch.equal, first, second))
+        assert not torch.equal(first[0], two_layers().bfloat16()[0].weight)
+
+    run_ranks(2, run)
+
+
+def test_shards_are_not_stepped_with_other_arguments_than_a_closure() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         called: list[int] = []
 
         def script(model: Any, optimizer: Any, rank: int) -> None:
             backward(model, rank, 0)
-            optimizer.step(scale=0.5)
-            refused: list[tuple[dict[str, Any], str]] = [
-                ({"clip": True}, "when the tensor was cut into flat pieces"),
-                ({"extra": print}, "its argument 'extra' is a function"),
-                ({"extra": [torch.ones(3)]}, "its argument 'extra' has tensors of more than one element"),
-                ({"nonsense": 1}, "unexpected keyword argument 'nonsense'"),
-            ]
-            for kwargs, reason in refused:
-                with pytest.raises(OptimizerNotShardableError, match=rf"step\(\) of a sharded Users.*{reason}.*=False"):
-                    optimizer.step(lambda: called.append(1), **kwargs)
-            optimizer.step(scale=0.25)
+            with pytest.raises(OptimizerNotShardableError, match=r"sharded Users accepts a closure.*=False"):
+                optimizer.step(lambda: called.append(1), clip=True)
+            optimizer.step()
 
         train(users(), script, rank, group, torch.float32)
         assert called == []

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
-
-from .values import NotForShardsError, leaves, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +42,3 @@ class StepArguments:
     def call(self, step: Callable[..., Any]) -> Any:
         """Calls ``step`` with them."""
         return step(*self.args, **self.kwargs)
-
-    def check_for_shards(self) -> None:
-        """Raises NotForShardsError if an optimizer of shards cannot be tried with them."""
-        for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            if any(callable(item) for item in leaves(value)):
-                raise NotForShardsError(f"its argument {name!r} is a function, which a trial must not call")
-            # Whole tensors would meet shards in the step. One number means the same for both.
-            if any(tensor.numel() > 1 for tensor in tensors_in(value)):
-                raise NotForShardsError(
-                    f"its argument {name!r} has tensors of more than one element, which are not cut to shards"
-                )
-
-    @property
-    def kind(self) -> Hashable:
-        """Equal for calls that differ only in numbers."""
-        named = [*enumerate(self.args), *sorted(self.kwargs.items())]
-        return tuple((name, tuple(map(_kind, leaves(value)))) for name, value in named)
-
-
-def _kind(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return type(value), value.numel() > 1
-    # Numbers vary from step to step (a loss, a rate) and change no coupling; a flag or a mode may.
-    return (type(value), "" if type(value) in (float, int) else repr(value))
