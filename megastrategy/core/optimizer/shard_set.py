@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ..buffers import ParamBuffers
 from ..collectives import Collectives
-from ..engine import Contents, Engine, PerElement, ShardHolder
+from ..engine import Engine, ShardHolder
 from ..errors import DirectUseError
 from ..layout import BufferLayout
 from ..shards import (
@@ -40,7 +40,7 @@ from ..shards import (
     shard_state,
     to_host,
 )
-from ..trials import Findings, is_per_element
+from ..trials import Findings
 from .extra_params import ExtraParams
 from .main_param_buffer import MainParamBuffer
 from .plain_optimizer import load_as_torchs
@@ -84,7 +84,7 @@ class ShardSet(ShardHolder):
         self.was_loaded = False
         self._with_shards: set[int] = set()  # the parameters whose shards were made, on whichever ranks they are
         self._is_called_by_us = False
-        self._kept_whole: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes
+        self._has_loaded_mains = False
         self.add_new_params()
 
     # --- ShardHolder: read by the engine -----------------------------------------------------------------------------
@@ -208,6 +208,7 @@ class ShardSet(ShardHolder):
                 state = {name: self.engine.local_parts.local_view(value) for name, value in state.items()}
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, names)
         to_come = self.pending_main_params
+        self._has_loaded_mains |= bool(to_come)
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._with_shards.update(params)
         self.states.keep_loaded(self.shards[index] for index in self.shards.keys() & params)
@@ -332,6 +333,7 @@ class ShardSet(ShardHolder):
             CheckpointError: if a shape does not fit, before anything is changed.
         """
         to_come = self._pending(main_params)
+        self._has_loaded_mains |= bool(main_params)
         load_main_params(main_params, self.shards, self.layout)
         self.pending_main_params = to_come
 
@@ -381,57 +383,16 @@ class ShardSet(ShardHolder):
 
     # --- another layout ----------------------------------------------------------------------------------------------
 
-    def describe(self) -> Contents | None:
-        if not self.states.in_parts:
-            return None
-        self.states.split()
-        contents: Contents = {}
-        for index, shard in self.shards.items():
-            if not shard.is_cut:
-                continue
-            contents[index] = {MAIN_PARAM: PerElement(torch.float32)} if self.layout.has_separate_main(index) else {}
-            for name, value in self.inner.state.get(shard.main, {}).items():
-                if is_per_element(name, value, shard.main.shape, self.states.element_names):
-                    value = PerElement(value.dtype)
-                elif isinstance(value, Tensor) and value.numel() > 1:
-                    return None  # it is not known which part of it belongs to this shard
-                elif not isinstance(value, Tensor | int | float | str | None):
-                    return None  # an object, which may not be copyable to another rank
-                contents[index][name] = value
-        return contents
+    def has_state(self) -> bool:
+        return self.num_steps_begun > 0 or self._has_loaded_mains or any(self.inner.state.values())
 
-    def part(self, param: int, name: str) -> Tensor | None:
-        shard = self.shards.get(param)
-        if shard is None or name == MAIN_PARAM:
-            return shard.main if shard is not None else None
-        part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
-        return part
-
-    def copy_of(self, name: str, part: Tensor) -> Tensor:
-        return part.clone() if name == MAIN_PARAM else self.states.copy_of(part)
-
-    def release(self) -> None:
-        states = {index: self.inner.state.pop(shard.main, None) for index, shard in self.shards.items()}
-        self._kept_whole = {index: (self.shards[index], states[index]) for index in self.whole.indices & states.keys()}
+    def release_shards(self) -> None:
         self._drop_shards()
 
-    def adopt(self, contents: Contents) -> None:
-        buffers, state = self.engine.param_buffers, self.inner.state
+    def make_shards_again(self) -> None:
+        buffers = self.engine.param_buffers
         assert buffers is not None, "sharded"
-        self._add_shards(contents.keys() | self.whole.indices, buffers)
-        for index, values in contents.items():
-            if (main := values.pop(MAIN_PARAM, None)) is not None:
-                self.shards[index].main.copy_(main)
-            if values:
-                state[self.shards[index].main] = values
-        # An owner keeps its parameters in every layout, but the model reads different memory.
-        for index, (before, kept) in self._kept_whole.items():
-            if self.layout.has_separate_main(index):
-                self.shards[index].main.copy_(before.main)
-            if kept:
-                state[self.shards[index].main] = kept
-        self._kept_whole = {}
-        self.states.keep_loaded(self.shards[index] for index in contents)
+        self._add_shards(self._with_shards, buffers)
 
 
 def gather_from(engine: Engine, *, everywhere: bool = False) -> Gather:

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
-from megastrategy.core.layout.build import build_layout
 from tests.support.budgets import work_as_on_an_accelerator
 from tests.support.devices import DeviceCollectives
 from tests.support.doubles import REDUCTIONS, RecordingCollectives
@@ -255,7 +253,6 @@ def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.Mon
 READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
     "weigh_by_tokens": lambda model: model.weigh_by_tokens(torch.ones((), requires_grad=True), torch.tensor(3)),
     "check_replicas": lambda model: model.check_replicas(),
-    "relayout": lambda model: relayout(model.engine, build_layout(model.layout.params, ONE_BUCKET, 2)),
 }
 
 

@@ -23,7 +23,6 @@ from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.layout.memory import memory_use
 from tests.core.properties.test_memory import bytes_of
 from tests.support.doubles import FailingCollectives
-from tests.support.gradients import assert_stands_in
 from tests.support.held_tensors import tensors_in
 from tests.support.layers_in_any_order import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.ranks import run_ranks, try_ranks
@@ -50,34 +49,25 @@ def trained(
     dtype: torch.dtype,
     when: str | None,
     options: dict[str, Any],
-    *,
-    size: int = 2,
-    joins: bool = False,
 ) -> list[tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor], list[Tensor | None]]]:
-    """Six steps of a model that does not move by itself, and once by hand in step 3: ``when`` in it, or never. In step
-    2 parameters may join."""
+    """Four steps of a model that does not move by itself, and once by hand before the first: ``when``, or never."""
 
     def run(rank: int, group: ProcessGroup) -> Any:
         module = Layers(reverse=False, dtype=dtype)
-        module.layers[0].requires_grad_(not joins)
         model, events, _ = wrap(group, module, overlap_grad_reduce=False, **options)
         optimizer = DistributedOptimizer(make(model), model)
-        for step in range(6):
-            if step == 2:
-                module.layers[0].requires_grad_(True)
-            if step == 3 and when == "before forward":
+        for step in range(4):
+            if step == 0 and when == "before forward":
                 assert relayout(model.engine, other_layout(model))
             loss = model(batch(rank, step, dtype))
-            if step == 3 and when == "before backward":
+            if step == 0 and when == "before backward":
                 assert relayout(model.engine, other_layout(model))
             loss.backward()
-            if step == 3 and when == "before step":
+            if step == 0 and when == "before step":
                 assert relayout(model.engine, other_layout(model))
-            if step == 3:
+            if step == 0:
                 grads = [model.full_grad(param) for param in module.parameters()]
             optimizer.step()
-            if step == 3 and when == "before zero_grad":
-                assert relayout(model.engine, other_layout(model))
             optimizer.zero_grad()
         assert moves(events) == (when is not None)
         if when is not None:
@@ -86,7 +76,7 @@ def trained(
         model.close()
         return {name: value.clone() for name, value in module.state_dict().items()}, state, main_params, grads
 
-    return run_ranks(size, run)
+    return run_ranks(2, run)
 
 
 def assert_same(ours: Any, reference: Any) -> None:
@@ -102,7 +92,7 @@ def assert_same(ours: Any, reference: Any) -> None:
     assert_same_state(ours[0][1], reference[0][1])
 
 
-MOMENTS = ["before forward", "before backward", "before step", "before zero_grad"]
+MOMENTS = ["before forward", "before backward", "before step"]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -128,56 +118,21 @@ def test_training_does_not_notice_when_it_was(
         assert_same(trained(make, dtype, when, options), reference)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("when", MOMENTS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_parameters_that_had_joined_find_their_place_among_the_others(when: str, dtype: torch.dtype) -> None:
-    reference = trained(amsgrad, dtype, None, {}, joins=True)
-    assert_same(trained(amsgrad, dtype, when, {}, joins=True), reference)
-
-
-@pytest.mark.parametrize("steps_again", [True, False])
-def test_gradients_that_were_stepped_with_before_a_move_are_there_after_it(steps_again: bool) -> None:
-    """A second step finds them, and the next backward adds to them, since none were zeroed."""
-
-    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
-        module = Layers(reverse=False)
-        model, _, _ = wrap(group, module, overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(momentum(model), model)
-        model(batch(rank, 0)).backward()
-        optimizer.step()
-        if moving:
-            assert relayout(model.engine, other_layout(model))
-        for name, param in module.named_parameters():
-            assert_stands_in(param, not name.startswith("never"))
-        if steps_again:
-            optimizer.step()
-        model(batch(rank, 1)).backward()
-        optimizer.step()
-        return [param.detach().clone() for param in module.parameters()]
-
-    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
-    for mine, theirs in zip(ours, reference, strict=True):
-        # the owner adds its own part of the second gradient to the mean first, and after the move is another rank
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-
-
 def test_of_three_ranks_each_has_its_new_third() -> None:
-    """The state gathered right after the move equals the state before it."""
-
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False, dtype=BF16), overlap_grad_reduce=False)
         optimizer = DistributedOptimizer(groups(model), model)
-        for step in range(2):
-            model(batch(rank, step, BF16)).backward()
-            optimizer.step()
+        model(batch(rank, 0, BF16)).backward()
         owned = [model.layout.owned_range(index, rank) for index in range(len(model.engine.params))]
         weights = [param.detach().clone() for param in model.engine.params]
-        state, main_params = optimizer.state_dict(), optimizer.main_params()
+        grads = [model.full_grad(param) for param in model.engine.params]
+        main_params = optimizer.main_params()
         assert relayout(model.engine, other_layout(model))
         assert [model.layout.owned_range(index, rank) for index in range(len(model.engine.params))] != owned
         assert all(map(torch.equal, weights, (param.detach() for param in model.engine.params)))
-        assert_same_state(optimizer.state_dict(), state)
+        for param, grad in zip(model.engine.params, grads, strict=True):
+            moved_grad = model.full_grad(param)
+            assert moved_grad is grad is None or torch.equal(moved_grad, grad)
         moved = optimizer.main_params()
         assert len(moved) == (len(model.engine.params) if rank == 0 else 0)
         assert all(torch.equal(moved[name], value) for name, value in main_params.items())
@@ -224,49 +179,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
     run_ranks(2, run)
 
 
-def test_an_optimizer_that_is_gone_is_left_out() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
-        gone = DistributedOptimizer(adamw(model), model)
-        optimizer = DistributedOptimizer(momentum(model), model)
-        model(batch(rank, 0)).backward()
-        gone.step()
-        optimizer.step()
-        alive = weakref.ref(gone._impl.shard_set)
-        del gone
-        gc.collect()
-        group.barrier().wait()  # while a thread collects, another's call returns at once
-        gc.collect()
-        assert alive() is None
-        state = optimizer.state_dict()
-        assert relayout(model.engine, other_layout(model))
-        assert_same_state(optimizer.state_dict(), state)
-
-    run_ranks(2, run)
-
-
 # --- or nothing moves ------------------------------------------------------------------------------------------------
-
-
-class CountsItself(torch.optim.SGD):
-    """Keeps a number of its calls, which is state of no tensor."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.calls = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        return super().step(closure)
-
-
-class KeepsFunction(torch.optim.SGD):
-    """Keeps an object with each tensor that cannot be sent."""
-
-    def step(self, closure: Any = None) -> Any:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param].setdefault("function", print)
-        return super().step(closure)
 
 
 def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> list[Any]:
@@ -286,43 +199,71 @@ def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -
     ]
 
 
-def test_an_optimizer_that_may_keep_more_than_state_of_tensors_keeps_all_where_it_is() -> None:
-    """Also if it is one of two."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, events, _ = wrap(group, Layers(reverse=True))
-        optimizer = DistributedOptimizer(adamw(model), model)
-        special = DistributedOptimizer(CountsItself(model.parameters()), model)
-        places = untouched(model, optimizer)[:2]
-        for step in range(2):
-            model(batch(rank, step)).backward()
-            assert untouched(model, optimizer)[:2] == places
-            optimizer.step()
-            special.step()
-        assert moves(events) == 0
-        assert not relayout(model.engine, other_layout(model))
-
-    run_ranks(2, run)
+def after_a_step(model: DistributedDataParallel, optimizer: DistributedOptimizer, rank: int) -> None:
+    model(batch(rank, 0)).backward()
+    optimizer.step()
 
 
-def test_state_that_is_neither_of_an_element_nor_a_number_keeps_all_where_it_is() -> None:
+def with_a_loaded_state(model: DistributedDataParallel, optimizer: DistributedOptimizer, rank: int) -> None:
+    state = optimizer.state_dict()
+    numels = [param.shape for group in optimizer.param_groups for param in group["params"]]
+    state["state"] = {number: {"momentum_buffer": torch.ones(shape)} for number, shape in enumerate(numels)}
+    optimizer.load_state_dict(state)
+
+
+def with_a_gradient_on_one_rank(model: DistributedDataParallel, optimizer: DistributedOptimizer, rank: int) -> None:
+    if rank == 1:
+        model.engine.params[0].grad = torch.ones_like(model.engine.params[0])
+
+
+@pytest.mark.parametrize("prepare", [after_a_step, with_a_loaded_state, with_a_gradient_on_one_rank])
+def test_with_state_nothing_moves(prepare: Callable[[Any, Any, int], None]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(KeepsFunction(model.parameters(), lr=0.1), model)
-        model(batch(rank, 0)).backward()
-        optimizer.step()
-        places = untouched(model, optimizer)[:2]
+        optimizer = DistributedOptimizer(momentum(model), model)
+        prepare(model, optimizer, rank)
+        before = untouched(model, optimizer)[:2]
         assert not relayout(model.engine, other_layout(model))
-        assert untouched(model, optimizer)[:2] == places
+        assert untouched(model, optimizer)[:2] == before
 
     run_ranks(2, run)
+
+
+def test_a_run_that_is_resumed_keeps_the_order_of_registration_and_its_numbers() -> None:
+    """A model that would move in its first backward, and goes on from another one's state."""
+
+    def run(rank: int, group: ProcessGroup) -> int:
+        module = Layers(reverse=True)
+        model, _, _ = wrap(group, module)
+        optimizer = DistributedOptimizer(momentum(model), model)
+        for step in range(2):
+            model(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights, state = {name: value.clone() for name, value in module.state_dict().items()}, optimizer.state_dict()
+        again = Layers(reverse=True)
+        again.load_state_dict(weights)
+        resumed, events, _ = wrap(group, again)
+        other = DistributedOptimizer(momentum(resumed), resumed)
+        other.load_state_dict(state)
+        for wrapped, stepped in ((model, optimizer), (resumed, other)):
+            wrapped(batch(rank, 2)).backward()
+            stepped.step()
+        for mine, expected in zip(again.parameters(), module.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+        return moves(events)
+
+    assert run_ranks(2, run) == [0, 0]
+
+
+NUM_EXCHANGES = 7
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [1, 3, 8, 15])
+@pytest.mark.parametrize("number", [1, 2, 4, NUM_EXCHANGES])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
-    """Failures are in four exchanges: of the kinds of state, of the first gathered state, of one in the middle, and in
-    the last, in which each rank learns that all have everything."""
+    """Failures are in four exchanges: whether all can move, whether they have the same gradients, of the gradients of a
+    bucket, and in the last, in which each rank learns that all have everything."""
     kept: dict[int, tuple[list[Any], list[Any]]] = {}
     counts: dict[int, int] = {}
 
@@ -332,10 +273,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
         config = DistributedDataParallelConfig(bucket_size=500, overlap_grad_reduce=False)
         model = DistributedDataParallel(module, config, collectives=collectives)
         optimizer = DistributedOptimizer(adamw(model), model)
-        for step in range(2):
-            model(batch(rank, step, BF16)).backward()
-            optimizer.step()
-        model(batch(rank, 2, BF16)).backward()
+        model(batch(rank, 0, BF16)).backward()
         before = untouched(model, optimizer)
         collectives.fail_at(number if rank == 1 else 0)
         collectives.calls.clear()
@@ -352,7 +290,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
     for before, after in kept.values():
         assert after == before
     assert counts[1] == number - 1
-    assert number < 15 or counts[0] == 15, "the last of them"
+    assert number < NUM_EXCHANGES or counts[0] == NUM_EXCHANGES, "the last of them"
 
 
 def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:

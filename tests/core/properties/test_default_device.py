@@ -55,15 +55,15 @@ def test_nothing_of_the_hosts_is_made_on_it(options: dict[str, Any], tmp_path: P
     def run(rank: int, group: ProcessGroup) -> None:
         with torch.device("meta"):
             ours = Ours(group, momentum, torch.float32, kind=OnHost, check_for_nan_in_grad=True, **options)
+            engine = ours.model.engine
+            numbers = range(len(engine.params))
+            assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, numbers))
             ours.train(range(2))
             file = ours.file()
             state = {"model": dict(ours.module.state_dict()), "optimizer": ours.optimizer.sharded_state_dict()}
             save_directory(to_host(state), {}, tmp_path / "saved", ours.collectives)
             ours.train(range(2, 3))
             uncut = ours.file()
-            engine = ours.model.engine
-            numbers = range(len(engine.params))
-            assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, numbers))
             ours.load(file)
             ours.module.load_state_dict(OpenDirectory(tmp_path / "saved").read("model"))
             ours.optimizer.load_sharded(tmp_path / "saved")
