@@ -34,7 +34,6 @@ from .values import (
     distances,
     equal,
     is_per_element,
-    slots_of,
     tensors_in,
 )
 
@@ -140,11 +139,7 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
         for name, item in value.items():
             if not isinstance(item, Tensor):
                 # an object of the optimizer's own, for this parameter only: it leads to nothing else
-                attributes = [
-                    *getattr(item, "__dict__", {}).values(),
-                    *(getattr(item, s, None) for s in slots_of(item)),
-                ]
-                yield f"state {name!r} of a parameter", [item, *attributes]
+                yield f"state {name!r} of a parameter", [item, *getattr(item, "__dict__", {}).values()]
 
 
 class GroupProbe:
@@ -204,7 +199,6 @@ class GroupProbe:
 
     def _copy(self, lr: float | None) -> torch.optim.Optimizer:
         # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.
-        self.isolation.restore()
         copied = copy_optimizer(self.optimizer, self.group, lr)
         if self._state_at_start is not None:
             copied.state = self._state_at_start.copy()
@@ -392,7 +386,7 @@ class GroupProbe:
         copied = self._copy(lr)
         try:
             # Compared to the bit: the caller splits a step only for the cache's sake, and promises the same weights.
-            if self.isolation.counts_calls(lambda: found.append(self.problem.rerun_in_parts(copied, whole))):
+            if self.isolation.draws(lambda: found.append(self.problem.rerun_in_parts(copied, whole))):
                 return False
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return False

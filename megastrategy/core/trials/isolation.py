@@ -1,12 +1,10 @@
 """Isolates trial steps: they leave no trace in the program, and send nothing.
 
 [Note: traces of trial steps]
-A copy of an optimizer has its tensors, state and plain attributes. Other objects are the program's: random generators,
-and objects in the optimizer's attributes, such as a schedule that counts its calls. They are put back before each
-trial, and at the end. What a step changes in globals, closures, classes, files or iterators is not seen.
-
-What steps change outside of the copy is changed by a call, and not by a tensor. So such an optimizer is called once a
-step.
+A copy of an optimizer has copies of its tensors, state and attributes, also of objects such as a schedule that counts
+its calls. The generators of random numbers of the process are put back at the end. What a step changes in globals,
+closures, classes, slots, files or iterators is not seen. A step that draws random numbers does so in each call, and not
+for each tensor. So such an optimizer is called once a step.
 
 Global hooks of ``torch.optim`` are not called: they count, log or prune for the user's own steps. A step may call its
 base's, which calls them again, so each hook gets a wrapper, once, that does nothing in a thread which is in a trial.
@@ -24,35 +22,24 @@ ranks. So each call of torch.distributed raises in a trial before it sends anyth
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
 import functools
 import random
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import places
-from .places import Place
-from .values import NotForShardsError, equal, slots_of
+from .values import NotForShardsError, equal
 
 _OF_COLLECTIVES = "c10d"
 """In the namespaces of torch.distributed's operators: its functions, and methods of process groups, come to them."""
-_MOST_OBJECTS = 5_000
-_MOST_ITEMS = 10_000
-_MOST_NUMEL = 2**20
-_FOREIGN = {"torch", "numpy", "megastrategy", "lightning", "pytorch_lightning", "accelerate", "transformers"}
-"""Packages whose classes and functions keep nothing that a step of a user's optimizer counts in."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _IN_TRIAL = contextvars.ContextVar("in_trial", default=False)
 """Whether this thread is in a trial."""
 _SKIPS_TRIALS = "megastrategy_skips_trials"
@@ -126,42 +113,34 @@ def _without_global_hooks() -> Iterator[None]:
 
 
 class Isolation:
-    """The former values of everything that an optimizer's steps can reach; see [Note: traces of trial steps]."""
+    """Runs trial steps of one optimizer; see [Note: traces of trial steps]."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._device = device
         self._generators = _generators(device)
-        self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._mode = _Trial(param for group in optimizer.param_groups for param in group["params"])
-        if not self._is_torchs:  # whose steps change nothing but what a copy has
-            self._places = list(_Walk().of_optimizer(optimizer))
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Steps are trial steps while this is open. Random numbers begin anew, the same on every rank."""
+        before = self._random_states()
         try:
             self._seed()
             with _without_global_hooks(), contextlib.nullcontext() if self._is_torchs else self._mode:
                 yield
         finally:
-            self.restore()
-            for generator in self._generators:
-                generator.restore()
+            for (_, put), state in zip(self._generators, before, strict=True):
+                put(state)
 
-    def restore(self) -> None:
-        """Restores all changes, except of random numbers, which continue to the end."""
-        for place in self._places:
-            place.restore()
-
-    def counts_calls(self, steps: Callable[[], Any]) -> bool:
-        """Whether ``steps`` change outside state, or draw random numbers: as often as they are called."""
-        before = self._outside_state()
+    def draws(self, steps: Callable[[], Any]) -> bool:
+        """Whether ``steps`` draw random numbers of the process."""
+        before = self._random_states()
         steps()
-        return not equal(before, self._outside_state())
+        return not equal(before, self._random_states())
 
-    def _outside_state(self) -> list[Any]:
-        return [place.get() for place in (*self._generators, *self._places)]
+    def _random_states(self) -> list[Any]:
+        return [get() for get, _ in self._generators]
 
     def check(self) -> None:
         """Raises NotForShardsError if the steps that were tried may not be steps of shards."""
@@ -181,8 +160,8 @@ class Isolation:
             seed(device)
 
 
-def _generators(device: torch.device) -> list[Place]:
-    """Returns the states of the process's generators of random numbers."""
+def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Returns the functions that get and set the state of each generator of random numbers of the process."""
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         (random.getstate, random.setstate),
         (torch.get_rng_state, torch.set_rng_state),
@@ -193,7 +172,7 @@ def _generators(device: torch.device) -> list[Place]:
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
         found.append((functools.partial(get, device), lambda state: put(state, device)))
-    return [Place(get, put) for get, put in found]
+    return found
 
 
 def seed(device: torch.device) -> None:
@@ -203,90 +182,3 @@ def seed(device: torch.device) -> None:
     else:
         # By its state: manual_seed() of a device's module is for the current device, which need not be this one.
         torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
-
-
-# --- reachable places ------------------------------------------------------------------------------------------------
-
-
-def _is_foreign(module: str | None) -> bool:
-    root = (module or "").partition(".")[0]
-    return root in _FOREIGN or root in sys.stdlib_module_names
-
-
-Reached = tuple[Place | None, list[Any]]
-"""A place that a step can change, if a value is one, and the values that it refers to."""
-
-
-def _of_tensor(tensor: Tensor) -> Reached:
-    def put(before: Tensor) -> None:
-        with torch.no_grad():
-            tensor.copy_(before)
-
-    is_small = tensor.numel() <= _MOST_NUMEL
-    return Place(lambda: tensor.detach().clone(), put) if is_small else None, []
-
-
-def _of_container(values: Any) -> Reached:
-    if len(values) > _MOST_ITEMS:
-        return None, []
-    if isinstance(values, dict):
-        return places.of_dict(values), list(dict.values(values))
-    return places.of_items(values), list(values)
-
-
-_KINDS: tuple[tuple[Any, Callable[[Any], Reached]], ...] = (
-    ((types.ModuleType, types.FunctionType, type), lambda value: (None, [])),
-    (Tensor, _of_tensor),
-    (types.MethodType, lambda value: (None, [value.__self__])),
-    (functools.partial, lambda value: (None, [value.func, *value.args, *value.keywords.values()])),
-    ((tuple, frozenset), lambda value: (None, list(value)[:_MOST_ITEMS])),
-    ((dict, list, set, collections.deque), _of_container),
-)
-
-
-class _Walk:
-    """Goes through the objects in an optimizer's attributes, each object once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # kept, as an id is given again
-
-    def of_optimizer(self, optimizer: Optimizer) -> Iterator[Place]:
-        """The places that the steps of an optimizer can change, and a copy of it shares."""
-        for group in optimizer.param_groups:
-            yield places.of_dict(group)
-        yield places.of_dict(optimizer.__dict__)
-        for name, value in optimizer.__dict__.items():
-            if name not in ("state", "param_groups", "defaults", "step") and not name.endswith("_hooks"):
-                yield from self.places(value)
-
-    def places(self, value: Any) -> Iterator[Place]:
-        """The places in a value, and in the objects that it refers to."""
-        if isinstance(value, (*_PLAIN, Parameter, Module, Optimizer)) or id(value) in self._seen:
-            return
-        if len(self._seen) >= _MOST_OBJECTS:
-            return
-        self._seen[id(value)] = value
-        for place, inner in self._within(value):
-            if place is not None:
-                yield place
-            for item in inner:
-                yield from self.places(item)
-
-    def _within(self, value: Any) -> Iterator[Reached]:
-        for kinds, within in _KINDS:
-            if isinstance(value, kinds):
-                return iter([within(value)])
-        if (place := places.of_generator(value)) is not None:
-            return iter([(place, [])])
-        return self._of_object(value)
-
-    def _of_object(self, value: Any) -> Iterator[Reached]:
-        in_module = type(value).__module__
-        if in_module == "numpy" and hasattr(value, "fill") and value.size <= _MOST_NUMEL:
-            yield Place(value.copy, lambda before: value.__setitem__(..., before)), []
-        if _is_foreign(in_module) and in_module not in ("types", "argparse") and "torch.optim" not in in_module:
-            return
-        if isinstance(values := getattr(value, "__dict__", None), dict):
-            yield places.of_dict(values), list(values.values())
-        if names := slots_of(value):
-            yield places.of_slots(value, names), [getattr(value, name) for name in names if hasattr(value, name)]

@@ -220,6 +220,7 @@ def copy_optimizer(
     copier = Copier()
     # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
     copied = object.__new__(type(optimizer))
+    copier.replace(optimizer, copied)  # in methods that are bound to it
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             copied.__dict__[name] = collections.OrderedDict()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import math
+import sys
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +19,9 @@ from torch.optim import Optimizer
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 """The types of values that an option is compared by."""
+
+
+_LIBRARIES = {"torch", "numpy", "megastrategy", "lightning", "pytorch_lightning", "accelerate", "transformers"}
 
 
 class NotForShardsError(Exception):
@@ -31,7 +37,8 @@ class Copier:
     """Copies the objects that a step or a call may change in place: tensors, containers and plain objects.
 
     An object that is reached twice has one copy. Parameters, modules, optimizers, classes and functions are not copied:
-    that would copy the model, and a copied function would change what the user's does.
+    that would copy the model, and a copied function would change what the user's does. Methods and partial functions
+    get copies of the objects that they are bound to, and generators of random numbers are copied.
     """
 
     def __init__(self) -> None:
@@ -41,43 +48,61 @@ class Copier:
     def copy(self, value: Any) -> Any:
         if id(value) in self._known:
             return self._known[id(value)]
-        if isinstance(value, Parameter | Module | Optimizer | type) or callable(value):
+        if isinstance(value, types.MethodType | functools.partial):
+            return self.replace(value, self._copy_of_bound(value))
+        if isinstance(value, Parameter | Module | Optimizer | type) or (callable(value) and _is_of_a_library(value)):
             return value
         if isinstance(value, Tensor):
-            return self._keep(value, value.detach().clone())
+            return self.replace(value, value.detach().clone())
         if isinstance(value, dict):
-            copied = self._keep(value, copy.copy(value))  # of its class
+            copied = self.replace(value, copy.copy(value))  # of its class
             for key, item in value.items():
                 copied[key] = self.copy(item)
             return copied
         # Not a subclass of tuple: the constructor of a named tuple expects fields.
         if isinstance(value, list | set | collections.deque) or type(value) is tuple:
-            return self._keep(value, type(value)(map(self.copy, value)))
-        # Not a generator of random numbers: a copy would hide how often it draws.
-        if hasattr(value, "__dict__") and methods_of_generator(value) is None:
-            try:
-                copied = copy.copy(value)
-            except Exception:  # noqa: BLE001 - a group, a file or a lock cannot be copied, and is shared
-                return value
-            if copied is not value:
-                self._keep(value, copied)
-                vars(copied).update({name: self.copy(item) for name, item in vars(value).items()})
-            return copied
-        return value
+            return self.replace(value, type(value)(map(self.copy, value)))
+        return self._copy_of_object(value)
 
-    def _keep(self, value: Any, copied: Any) -> Any:
+    def _copy_of_bound(self, value: types.MethodType | functools.partial[Any]) -> Any:
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copy(value.__self__))
+        return functools.partial(self.copy(value.func), *map(self.copy, value.args), **self.copy(value.keywords))
+
+    def _copy_of_object(self, value: Any) -> Any:
+        inner = getattr(value, "__dict__", None)
+        if not isinstance(inner, dict) and type(value).__module__ != "numpy" and generator_state(value) is None:
+            return value
+        try:
+            copied = copy.copy(value)
+        except Exception:  # noqa: BLE001 - a group, a file or a lock cannot be copied, and is shared
+            return value
+        if copied is not value:
+            self.replace(value, copied)
+            if isinstance(inner, dict):
+                vars(copied).update({name: self.copy(item) for name, item in inner.items()})
+        return copied
+
+    def replace(self, value: Any, copied: Any) -> Any:
+        """Makes ``copied`` the copy of ``value``, and returns it."""
         self._known[id(value)] = copied
         self._originals.append(value)
         return copied
 
 
-def methods_of_generator(value: Any) -> tuple[str, str] | None:
-    """Returns the names of the methods that get and set the state of a random generator; None for other objects.
+def _is_of_a_library(value: Any) -> bool:
+    """Whether an object keeps nothing that a step of a user's optimizer changes: functions, and torch's objects."""
+    root = type(value).__module__.partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
 
-    Looks at the class: an object may have every name, or raise for those that it does not know.
-    """
-    pairs = ("getstate", "setstate"), ("get_state", "set_state")
-    return next((pair for pair in pairs if all(callable(getattr(type(value), name, None)) for name in pair)), None)
+
+def generator_state(value: Any) -> Any:
+    """Returns the state of a generator of random numbers, torch's or Python's; None for other objects."""
+    # Looks at the class: an object may have every name, or raise for those that it does not know.
+    for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
+        if callable(getattr(type(value), get, None)) and callable(getattr(type(value), put, None)):
+            return getattr(value, get)()
+    return None
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
@@ -105,13 +130,6 @@ def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested containers and dataclasses; see :func:`leaves`."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
-
-
-def slots_of(value: Any) -> list[str]:
-    """Returns the names of the attributes that are in slots."""
-    declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def with_arithmetic(tensor: Tensor) -> Tensor:
@@ -147,13 +165,26 @@ def equal(a: Any, b: Any, same: Callable[[Tensor, Tensor], bool] = same_bits) ->
     if isinstance(a, list | tuple | collections.deque) and type(a) is type(b):
         return len(a) == len(b) and all(equal(one, other, same) for one, other in zip(a, b, strict=True))
     try:
-        if hasattr(a, "all") and type(a).__module__ == "numpy":
-            return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
-        if bool(a == b) or (a != a and b != b):  # NaN
-            return True
-        return type(a) is type(b) and hasattr(a, "__dict__") and not callable(a) and equal(vars(a), vars(b), same)
+        return _equal_objects(a, b, same)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def _equal_objects(a: Any, b: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    if hasattr(a, "all") and type(a).__module__ == "numpy":
+        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
+    if bool(a == b) or (a != a and b != b):  # NaN
+        return True
+    if type(a) is not type(b) or isinstance(a, types.FunctionType):
+        return False
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__ and equal(a.__self__, b.__self__, same)
+    if isinstance(a, functools.partial):
+        return equal([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], same)
+    state = generator_state(a)
+    if state is not None:
+        return equal(state, generator_state(b), same)
+    return hasattr(a, "__dict__") and equal(vars(a), vars(b), same)
 
 
 def is_per_element(name: str, value: Any, shape: tuple[int, ...], names: Collection[str] | None) -> bool:

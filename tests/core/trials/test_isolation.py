@@ -32,13 +32,6 @@ class Ramp:
         return self()
 
 
-class Slotted:
-    __slots__ = ("calls",)
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
 class Counts(torch.optim.SGD):
     """Calls what it is given before each step, once."""
 
@@ -71,10 +64,6 @@ COUNTING: dict[str, tuple[Callable[[], Counts], Callable[[Counts], Any]]] = {
     "a deque": (
         lambda: make(lambda o: o.seen.append(1), seen=collections.deque(maxlen=100)),
         lambda o: list(o.seen),
-    ),
-    "slots": (
-        lambda: make(lambda o: setattr(o.kept, "calls", o.kept.calls + 1), kept=Slotted()),
-        lambda o: o.kept.calls,
     ),
     "Python's random numbers": (lambda: make(lambda o: random.random()), lambda o: random.getstate()),
     "numpy's random numbers": (
