@@ -39,8 +39,6 @@ from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup,
 from ..module import (
     ModuleWatch,
     agree_on_layout,
-    broadcast_params,
-    check_are_equal,
     check_memory_is_own,
     check_module,
     check_no_experts,
@@ -249,10 +247,7 @@ class Engine:
     def broadcast_all(self) -> None:
         """Broadcasts the module's parameters, frozen ones too, and buffers from rank 0, without ignored ones.
         Collective."""
-        params = broadcast_params(self.module, self._ignored)
-        if self.layout.num_shards > 1 and self._ignored:
-            check_are_equal(self.named_params(), params, self.collectives)
-        tensors = [*params, *named_buffers(self.module, self._ignored).values()]
+        tensors = [*self.named_params().values(), *named_buffers(self.module, self._ignored).values()]
         self.model_parallel.broadcast_common(tensors)
         self._broadcast(tensors)
 

@@ -16,7 +16,6 @@ from .module_checks import (
     NOT_IN_BUFFER,
     agree_on_layout,
     captured_modules,
-    check_are_equal,
     check_memory_is_own,
     check_module,
     check_no_experts,
@@ -25,7 +24,7 @@ from .module_checks import (
     option_rows,
     param_spec,
 )
-from .module_params import broadcast_params, ignored_names, named_buffers, named_params
+from .module_params import ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
 from .nested_wrappers import check_not_inside_torch_ddp
 from .staged_module import StagedModule, find_groups, names_elsewhere
@@ -45,9 +44,7 @@ __all__ = [
     "NamedOptimizer",
     "StagedModule",
     "agree_on_layout",
-    "broadcast_params",
     "captured_modules",
-    "check_are_equal",
     "check_equal_weights",
     "check_memory_is_own",
     "check_module",

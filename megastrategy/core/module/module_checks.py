@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..collectives import Collectives, check_all_agree, descriptions_if_different, digest_of, first_difference_error
+from ..collectives import Collectives, descriptions_if_different, first_difference_error
 from ..config import DistributedDataParallelConfig
 from ..layout import CHUNKS_HEADING, SIXTEEN_BIT_DTYPES, BufferLayout, ChunkPlace, ParamSpec, build_layout, dense_stride
 from .local_parts import LocalParts
@@ -199,19 +199,6 @@ def agree_on_layout(
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives, buffers)
     raise first_difference_error(descriptions)
-
-
-def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:
-    """Raises LayoutMismatchError, on all ranks, if a parameter that is sharded and not broadcast differs between ranks.
-
-    Collective if there are any such parameters.
-    """
-    sent = {id(param) for param in broadcast}
-    left = [(name, param) for name, param in named.items() if id(param) not in sent and param.requires_grad]
-    rows = [[name, digest_of(param)] for name, param in left]
-    if rows:
-        what = f"values of parameters that {IGNORED} names and torch DDP reduces (it leaves '.{left[0][0]}' alone)"
-        check_all_agree({what: rows}, collectives)
 
 
 def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:

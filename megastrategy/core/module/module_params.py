@@ -5,7 +5,7 @@ torch DDP reads the own parameters of each module of ``named_modules()``. So an 
 outermost module, with which user code hides callbacks or a frozen model, hides nothing from it. Names in
 ``_ddp_params_and_buffers_to_ignore`` belong to each rank, such as a part of a table: they are neither broadcast nor
 reduced, and each rank steps its own. torch's two loops name a parameter of the outermost module differently: ``"w"`` in
-the list leaves it out of the broadcast, and ``".w"`` out of the reduction.
+the list leaves it out of the broadcast, and ``".w"`` out of the reduction. Here both are expected.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
-    """Returns the names of parameters and buffers that the module leaves to each rank."""
-    return frozenset(getattr(module, IGNORED, ()))
+    """Returns the names of parameters and buffers that the module leaves to each rank.
+
+    Raises:
+        ValueError: if torch DDP would only broadcast, or only reduce a parameter.
+    """
+    names = frozenset(getattr(module, IGNORED, ()))
+    for key in module._parameters.keys() if names else ():
+        if (key in names) != (f".{key}" in names):
+            raise ValueError(
+                f"{IGNORED} has one of {key!r}, which torch DDP leaves out of the broadcast, and '.{key}', which it "
+                "leaves out of the reduction: list both, or none"
+            )
+    return names
 
 
 def named_params(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Parameter]:
-    """Returns the parameters that are reduced once they require gradients, by their first names; see
+    """Returns the parameters that are broadcast, and reduced once they require gradients, by their first names; see
     [Note: which parameters torch DDP reduces]."""
     found: dict[int, tuple[str, Parameter]] = {}
     for prefix, key, param in _own_params(module):
         # A shared one is ignored only if each of its names is.
-        if f"{prefix}.{key}" not in ignored:
-            found.setdefault(id(param), (_joined(prefix, key), param))
+        name = _joined(prefix, key)
+        if name not in ignored:
+            found.setdefault(id(param), (name, param))
     return dict(found.values())
-
-
-def broadcast_params(module: nn.Module, ignored: Collection[str]) -> list[Parameter]:
-    """Returns the parameters that rank 0 broadcasts when the module is wrapped."""
-    first = {id(param): (_joined(prefix, key), param) for prefix, key, param in reversed([*_own_params(module)])}
-    return [param for name, param in reversed(first.values()) if name not in ignored]
 
 
 def named_buffers(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:

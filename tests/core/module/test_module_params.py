@@ -260,6 +260,18 @@ def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
             torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["scale", ".scale"])
+def test_a_name_that_torch_would_only_broadcast_or_only_reduce_is_refused(name: str) -> None:
+    module = Net()
+    module._ddp_params_and_buffers_to_ignore = [name]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"has one of 'scale'.* and '\.scale'.*list both, or none"):
+            DistributedDataParallel(module, process_group=group)
+
+    run_ranks(1, run)
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
