@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from megastrategy_autoload import DOORS
 
 from .._checkpoints.directories import StateDictType
-from ..core import DistributedDataParallelConfig, Replicas, config_from_arguments, describe_translation
+from ..core import DistributedDataParallelConfig, Replicas, config_from_arguments
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -70,14 +69,10 @@ def strategy_class(cls: _Class) -> _Class:
 
 
 def read_options(strategy: object, options: dict[str, Any]) -> DistributedDataParallelConfig:
-    """Makes the configuration out of a strategy's options. A translated comm hook of torch DDP is logged on rank 0."""
+    """Makes the configuration out of a strategy's options."""
     # of a user's subclass those of ours
     ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
-    config = config_from_arguments(options, list(inspect.signature(ours).parameters))
-    translation = describe_translation(options)
-    if translation:
-        rank_zero_info(translation)
-    return config
+    return config_from_arguments(options, list(inspect.signature(ours).parameters))
 
 
 def _signature(cls: type, initialise: Any) -> Signature:

@@ -56,10 +56,7 @@ from .module import (
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
 from .shards import gather_states, number_params, to_host
 from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
-from .torch_ddp_surface import (
-    config_from_arguments,
-    describe_translation,
-)
+from .torch_ddp_surface import config_from_arguments
 from .trials import KnownFindings
 
 __all__ = [
@@ -104,7 +101,6 @@ __all__ = [
     "config_from_arguments",
     "cut_state",
     "describe_missing_file",
-    "describe_translation",
     "describe_unreduced",
     "domain_of_all",
     "dtensors_of",

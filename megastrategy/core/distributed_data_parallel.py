@@ -18,7 +18,7 @@ from .buffers import inside_backward
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .engine import Engine, full_grad, grad_norms
-from .errors import LossTokensError, raise_closed
+from .errors import raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
@@ -309,10 +309,6 @@ class DistributedDataParallel(TorchDDPByName):
                 synchronised backward were neither stepped with nor dropped.
         """
         return weigh_by_tokens(loss, num_tokens, [self])
-
-    def loss_tokens(self, *_: Any) -> NoReturn:
-        """Raises LossTokensError: :meth:`weigh_by_tokens` replaces it."""
-        raise LossTokensError("model.loss_tokens(n) does not see the loss: loss = model.weigh_by_tokens(loss, n)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""

@@ -54,11 +54,7 @@ from .optimizer import (
     load_with_hooks,
     norm_of_grads,
     not_shardable,
-    num_zeros,
     owned_grads,
-    param_norm,
-    refuse_copy,
-    same,
     save_with_hooks,
     take_back,
     unguarded_state,
@@ -145,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.register_state_dict_pre_hook(shard_set.refuse_direct_use),
                 optimizer.register_load_state_dict_pre_hook(shard_set.refuse_direct_use),
             ]
-            optimizer.__getstate__ = refuse_copy  # type: ignore[method-assign]
+            optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -356,21 +352,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shard_set = self._impl.shard_set
         return norm_of_grads(shard_set, owned_grads(shard_set), norm_type)
 
-    def grad_num_zeros(self) -> Tensor:
-        """Returns the number of zeros in the reduced gradients of the model's parameters. Collective.
-
-        It is an int64 scalar, the same on every rank; each element counts once.
-        """
-        self._impl.finish_grads()
-        return num_zeros(self._impl.shard_set)
-
-    def param_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of this optimizer's parameters of the model, frozen ones too. Collective.
-
-        Of the values that the model computes with: a scalar, the same bits on every rank.
-        """
-        return param_norm(self._impl.shard_set, norm_type)
-
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns the full reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
         return full_grad(self._impl.engine, param)
@@ -542,7 +523,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return read_state(self._impl.shard_set, open_directory(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
-        """Returns a copy of the user's class; see optimizer_copies' [Note: copies and pickles of an optimizer]."""
+        """Returns a copy of the user's optimizer, which refuses if it has shards or main params."""
         return copy.copy(self._impl.inner)
 
     def __setstate__(self, state: dict[str, Any]) -> NoReturn:
@@ -557,7 +538,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """For deep copies and pickles, as :meth:`__copy__`."""
-        return same, (self._impl.inner,)
+        return _same, (self._impl.inner,)
 
     def join_hook(self, **_: Any) -> NoReturn:
         """Refused as the model's is: ``torch.distributed.algorithms.Join`` asks for it."""
@@ -571,3 +552,17 @@ def _of_closed(optimizer: Any) -> Any:
     """Returns the user's optimizer of a DistributedOptimizer whose model was closed; any other object as it is."""
     is_closed = isinstance(optimizer, DistributedOptimizer) and optimizer.is_closed
     return optimizer.optimizer if is_closed else optimizer
+
+
+def _same(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Unpickles a DistributedOptimizer as the copy of the user's optimizer, which schedulers in the same copy share."""
+    return optimizer
+
+
+def _refuse_copy() -> NoReturn:
+    """Raises, as ``__getstate__`` of an optimizer that has shards or main params: copies and pickles call it."""
+    raise DirectUseError(
+        "an optimizer that steps shards or main params cannot be copied (copy, deepcopy, pickle), alone or with a "
+        "scheduler, a callback or a Trainer that refers to it: copy its state_dict(), asked for on all ranks, and load "
+        "it into an optimizer that is built on the copied model's parameters"
+    )

@@ -15,8 +15,6 @@ _WIRE_DTYPES: Mapping[str, str | None] = {
     "allreduce_hook": None,  # torch DDP's default
     "fp16_compress_hook": "fp16",
     "bf16_compress_hook": "bf16",
-    "fp16_compress_wrapper": "fp16",
-    "bf16_compress_wrapper": "bf16",
 }
 
 _HOOKS = (
@@ -160,22 +158,18 @@ def _bucket_size_from_mib(value: Any) -> int:
 
 
 def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces ``ddp_comm_hook`` and ``ddp_comm_wrapper`` by ``grad_wire_dtype`` if these are torch's own for 16 bits;
-    other arguments, and other hooks, stay.
+    """Replaces ``ddp_comm_hook`` by ``grad_wire_dtype`` if it is one of torch's own for 16 bits; other arguments, and
+    other hooks, stay.
 
     Raises:
         ValueError: if the arguments also select an all-reduce, or a different ``grad_wire_dtype``.
     """
-    hook, wrapper = arguments.get("ddp_comm_hook"), arguments.get("ddp_comm_wrapper")
+    hook = arguments.get("ddp_comm_hook")
     # By name: importing them takes a tenth of a second, also for users without a hook.
-    if (
-        not _is_known(hook)
-        or not (wrapper is None or _is_known(wrapper))
-        or arguments.get("ddp_comm_state") is not None
-    ):
+    if not _is_known(hook):
         return dict(arguments)
-    dtype = _WIRE_DTYPES[(wrapper or hook).__name__]
-    rest = {name: value for name, value in arguments.items() if not name.startswith("ddp_comm_")}
+    dtype = _WIRE_DTYPES[hook.__name__]
+    rest = {name: value for name, value in arguments.items() if name != "ddp_comm_hook"}
     if dtype is None:
         return rest
     if rest.get("use_distributed_optimizer") is False:
@@ -188,20 +182,6 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
         other = rest["grad_wire_dtype"]
         raise ValueError(f"ddp_comm_hook={hook.__name__} contradicts grad_wire_dtype={other!r}: pass one of the two")
     return {**rest, "grad_wire_dtype": dtype}
-
-
-def describe_translation(arguments: Mapping[str, Any]) -> str:
-    """Returns the line that says what the hook in the arguments became; "" without a hook, or for
-    one that rounds nothing."""
-    if (hook := arguments.get("ddp_comm_hook")) is None:
-        return ""
-    name = (arguments.get("ddp_comm_wrapper") or hook).__name__
-    if (dtype := _WIRE_DTYPES[name]) is None:
-        return ""
-    return (
-        f"megatron_ddp: torch DDP's {name} became grad_wire_dtype={dtype!r}: gradients are sent in 16 bits, and summed "
-        "in 32 by the rank that steps with them"
-    )
 
 
 def _is_known(hook: Any) -> TypeGuard[Callable[..., Any]]:

@@ -19,6 +19,7 @@ from .module_checks import (
     check_memory_is_own,
     check_module,
     check_no_experts,
+    check_not_inside_torch_ddp,
     common_device,
     is_in_shared_memory,
     option_rows,
@@ -26,7 +27,6 @@ from .module_checks import (
 )
 from .module_params import ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
-from .nested_wrappers import check_not_inside_torch_ddp
 from .staged_module import StagedModule, find_groups, names_elsewhere
 from .wrapped_again import close_other_engines
 

@@ -34,6 +34,20 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
             )
 
 
+def check_not_inside_torch_ddp(model: nn.Module) -> None:
+    """Raises ValueError if ``model`` is called inside of a module that torch DDP wraps: both would reduce.
+
+    To be called in a forward: when the model is wrapped, that module does not exist yet.
+    """
+    outer = TorchDDP._active_ddp_module  # the torch DDP whose forward is running, or a GraphSplits
+    if isinstance(outer, nn.Module) and any(child is model for child in outer.modules()):
+        raise ValueError(
+            f"this model is inside a DistributedDataParallel of torch's (around a {type(outer.module).__name__}), and "
+            "both would reduce its gradients. Leave one out: train with this one alone, around the whole module, or "
+            "give torch's the plain module (model.close(), then model.module)"
+        )
+
+
 _MARKS_OF_EXPERTS = {
     "allreduce": False,
     "is_expert": True,

@@ -5,9 +5,8 @@ from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
 from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
-from .norms import norm_of_grads, num_zeros, owned_grads, param_norm
+from .norms import norm_of_grads, owned_grads
 from .optimizer_checks import check_optimizer, not_shardable
-from .optimizer_copies import refuse_copy, same
 from .shard_set import ShardSet, gather_from
 from .sharded_optimizer import ShardedOptimizer
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
@@ -30,11 +29,7 @@ __all__ = [
     "may_see_shards",
     "norm_of_grads",
     "not_shardable",
-    "num_zeros",
     "owned_grads",
-    "param_norm",
-    "refuse_copy",
-    "same",
     "save_with_hooks",
     "take_back",
     "unguarded_state",

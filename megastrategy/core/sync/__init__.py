@@ -9,7 +9,6 @@ from .backward import BackwardWatch, DeferredBatch
 from .bucket_planner import BucketPlanner
 from .clip_grads import (
     check_finite,
-    count_zeros,
     norms_of,
     norms_over_owners,
     scale_to_norm_,
@@ -33,7 +32,6 @@ __all__ = [
     "Reducer",
     "Replicas",
     "check_finite",
-    "count_zeros",
     "norms_of",
     "norms_over_owners",
     "read_count",

@@ -66,20 +66,6 @@ def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -
     return _join_norms(_gathered(own, collectives), norm_type)
 
 
-def count_zeros(tensors: Sequence[Tensor], groups: Sequence[Collectives], device: torch.device) -> Tensor:
-    """Returns the number of zero elements: an int64 scalar on ``device``, the same on every rank of the groups.
-
-    Args:
-        tensors: the tensors that are counted on this rank.
-        groups: the groups whose ranks count other tensors. Collective over each, in this order.
-    """
-    zeros = [tensor.numel() - torch.count_nonzero(tensor) for tensor in tensors]
-    own = torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=torch.int64, device=device)
-    for collectives in groups:
-        own = _gathered(own.reshape(1), collectives).sum()
-    return own
-
-
 def _gathered(own: Tensor, collectives: Collectives) -> Tensor:
     """Returns a table with ``own`` of each rank, 1-D and of one length, as a row. Collective."""
     table = own.new_zeros(collectives.size, own.numel())

@@ -189,24 +189,6 @@ def test_experts_that_are_unfrozen_later_train_as_in_one_process() -> None:
     assert_equal(run_processes(RANKS, unfreeze_late), expected, 2e-6)
 
 
-def norm_of_weights(options: tuple[tuple[str, Any], ...]) -> float:
-    case, mesh, module = Case(2, num_experts=5, options=options), expert_mesh(2), make_module(Case(2, num_experts=5))
-    module.divide(mesh["ep"])
-    module.layers[0].requires_grad_(False)
-    model = DistributedDataParallel(module, case.config(), expert_mesh=mesh)
-    norm = float(DistributedOptimizer(case.make_optimizer(module.parameters()), model).param_norm())
-    model.close()
-    return norm
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [(), ALL_REDUCE, (("num_distributed_optimizer_instances", 2),)], ids=str)
-def test_frozen_experts_of_all_ranks_count_once_in_the_norm_of_weights(options: tuple[tuple[str, Any], ...]) -> None:
-    weights = [param.detach().flatten() for param in make_module(Case(2, num_experts=5)).parameters()]
-    expected = float(torch.linalg.vector_norm(torch.cat(weights)))
-    assert run_processes(RANKS, norm_of_weights, options) == pytest.approx([expected] * RANKS, rel=1e-5)
-
-
 def part_weights() -> tuple[str, str]:
     """The message for replicas that parted: one of an expert, and one of a dense weight."""
     trainee = Trainee.make(Case(2))
