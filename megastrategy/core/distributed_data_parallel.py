@@ -164,7 +164,8 @@ class DistributedDataParallel(TorchDDPByName):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; broadcasts its buffers first where torch DDP would."""
         training = torch.is_grad_enabled()
-        if (engine := self._engine) is None:
+        engine = self._engine
+        if engine is None:
             if self.training and training:
                 raise_closed()
             return self._call_module(*args, **kwargs)
@@ -312,7 +313,8 @@ class DistributedDataParallel(TorchDDPByName):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""
-        if (engine := self._engine) is None:
+        engine = self._engine
+        if engine is None:
             super().zero_grad(set_to_none)
             return
         engine.zero_grads(range(len(engine.params)), set_to_none=set_to_none)
@@ -361,7 +363,8 @@ class DistributedDataParallel(TorchDDPByName):
         used next: all ranks then use a sharded one together. Until then, or until it is deleted, the engine's process
         groups stay.
         """
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None
         if engine is not None:
             engine.close()
 

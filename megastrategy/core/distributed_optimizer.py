@@ -156,7 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @param_groups.setter
     def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
         """Lightning's finetuning callbacks assign the groups they had before a restart."""
-        before, self._impl.inner.param_groups = self._impl.inner.param_groups, param_groups
+        before = self._impl.inner.param_groups
+        self._impl.inner.param_groups = param_groups
         try:
             self._impl.shard_set.extra_params.find()
         except ValueError:
@@ -218,16 +219,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerNotShardableError: for other arguments than a closure, if shards are stepped, and for an option
                 with which they cannot be, set after the optimizer was wrapped. Nothing is changed then.
         """
-        if (plain := self._given_back()) is not None:
+        plain = self._given_back()
+        if plain is not None:
             for grad in (param.grad for group in plain.param_groups for param in group["params"]):
                 if isinstance(grad, ReducedGrad):  # weights may change before a step meets it: AdamW's decay
                     raise grad.error("step() of an optimizer whose model was closed, or wrapped again since,")
             return plain.step(*args, **kwargs)
-        impl, arguments = self._impl, StepArguments(args, kwargs)
+        impl = self._impl
+        arguments = StepArguments(args, kwargs)
         has_shards = impl.shard_set.has_shards
         if not has_shards and not impl.has_replicas:
             return impl.step_params(arguments)
-        closure, others = arguments.closure, arguments.without_closure()
+        closure = arguments.closure
+        others = arguments.without_closure()
         if others and not impl.accepts_arguments:
             raise OptimizerNotShardableError(
                 f"step() of a sharded {type(impl.inner).__name__} accepts a closure and no other arguments. Leave them "
@@ -244,7 +248,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not has_shards:
             impl.step_params(others)
             return result
-        if (reason := impl.try_options()) is not None:
+        reason = impl.try_options()
+        if reason is not None:
             raise not_shardable(impl.inner, impl.engine, reason)
         with torch.no_grad(), profiler_range("step"):
             impl.step(others)
@@ -301,13 +306,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         all ranks.
         """
         impl = self._impl
-        begun, done = impl.shard_set.num_steps_begun, impl.num_steps_done
+        begun = impl.shard_set.num_steps_begun
+        done = impl.num_steps_done
         lacks_weights = impl.shard_set.sharded and bool(impl.engine.param_gather.missing)
         return begun, min(done, begun - 1) if begun and lacks_weights else done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""
-        if (plain := self._given_back()) is not None:
+        plain = self._given_back()
+        if plain is not None:
             plain.zero_grad(set_to_none)
             return
         shard_set = self._impl.shard_set
@@ -319,7 +326,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the total norm, the same bits on every rank.
         """
-        engine, shard_set = self._impl.engine, self._impl.shard_set
+        engine = self._impl.engine
+        shard_set = self._impl.shard_set
         is_plain = self._given_back() is not None
         if not is_plain:
             self._impl.finish_grads()
@@ -362,7 +370,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns a (1,) fp32 tensor: 1.0 on all ranks if any gradient is not finite, otherwise 0.0.
         """
         self._impl.finish_grads()
-        engine, shard_set = self._impl.engine, self._impl.shard_set
+        engine = self._impl.engine
+        shard_set = self._impl.shard_set
         # An extra parameter's gradient is not reduced, and may be infinite on only one rank.
         agreeing = engine.collectives if shard_set.extra_params.params else shard_set.owner_collectives
         grads = [*owned_grads(shard_set).values(), *shard_set.extra_params.grads()]
@@ -384,7 +393,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerNotShardableError: if shards cannot be stepped with this group's options; it is not added then.
         """
-        if (plain := self._given_back()) is not None:
+        plain = self._given_back()
+        if plain is not None:
             plain.add_param_group(param_group)
             return
         self._impl.add_param_group(param_group)
@@ -410,7 +420,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, what: str) -> Gather | None:
         """Returns a Gather, when all ranks have reached this call; None where every rank has all of the state."""
-        engine, shard_set = self._impl.engine, self._impl.shard_set
+        engine = self._impl.engine
+        shard_set = self._impl.shard_set
         if not shard_set.sharded:
             return None
         # By number: one rank's call for the first of two optimizers must not meet another's for the second.
@@ -429,11 +440,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 then.
         """
         shard_set = self._impl.shard_set
-        if (plain := self._given_back()) is not None:
+        plain = self._given_back()
+        if plain is not None:
             plain.load_state_dict(state_dict)
             return
         state_dict = without_device(state_dict)
-        if is_complete := "state" in state_dict:  # otherwise a hook converts it from another format
+        is_complete = "state" in state_dict
+        if is_complete:  # otherwise a hook converts it from another format
             state_dict = self._completed(state_dict)
         if not shard_set.has_shards:
             shard_set.inner.load_state_dict(parts_of_state(shard_set, state_dict))
@@ -482,7 +495,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _has_main_params(self) -> bool:
         """Returns True if some rank has main params. Collective over a pipeline's ranks."""
-        shard_set, layout = self._impl.shard_set, self._impl.engine.layout
+        shard_set = self._impl.shard_set
+        layout = self._impl.engine.layout
         apart = map(layout.has_separate_main, range(len(layout.params)))
         return has_main_params(shard_set, bool(shard_set.pending_main_params) or any(apart))
 

@@ -41,7 +41,8 @@ def describe_missing_elements(metadata: Metadata) -> str:
     for name, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):
             continue
-        numel, there = math.prod(saved.size), sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+        numel = math.prod(saved.size)
+        there = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
         if there < numel:
             return (
                 f"it has {there:,} of the {numel:,} elements of {name}, and another rank had the rest. All ranks have "

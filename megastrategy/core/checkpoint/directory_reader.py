@@ -45,7 +45,8 @@ class OpenDirectory:
 
     def __init__(self, path: Directory, reader: StorageReader | None = None) -> None:
         """``reader``: of the directory; by default torch's own, which makes objects of any class."""
-        self.path, self._given = path, reader
+        self.path = path
+        self._given = reader
 
     def __str__(self) -> str:
         return str(self.path)
@@ -63,7 +64,8 @@ class OpenDirectory:
             ) from error
         if missing:
             raise CheckpointError(f"{self} is not complete: {missing}. Resume from another checkpoint")
-        if hole := describe_missing_elements(metadata):
+        hole = describe_missing_elements(metadata)
+        if hole:
             raise CheckpointError(f"{self} is not complete: {hole}")
         return metadata
 
@@ -108,7 +110,8 @@ class OpenDirectory:
             target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             if target is not None:
                 targets[name] = target
-        if read := {name: target for name, target in targets.items() if target is None or not target.is_meta}:
+        read = {name: target for name, target in targets.items() if target is None or not target.is_meta}
+        if read:
             reader = self._reader()
             reader.read_metadata = lambda *_: metadata  # type: ignore[method-assign]  # torch would load it again
             try:

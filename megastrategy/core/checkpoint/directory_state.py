@@ -42,7 +42,9 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
     """Returns this rank's part: the tensors themselves, or :class:`FlatShard` around them; nothing is copied. See
     :meth:`DistributedOptimizer.sharded_state_dict <megastrategy.DistributedOptimizer.sharded_state_dict>`. Collective
     over a pipeline's stages."""
-    engine, model, names = shard_set.engine, shard_set.engine.model_parallel, shard_set.names_by_id()
+    engine = shard_set.engine
+    model = shard_set.engine.model_parallel
+    names = shard_set.names_by_id()
     # The writer reads the device, which may wait for a rank that is gone.
     engine.collectives.wait_for_device(engine.device, "all-gather")
     shard_set.states.split()
@@ -62,7 +64,8 @@ def state_to_write(shard_set: ShardSet) -> dict[str, Any]:
 
 def _cut_params(shard_set: ShardSet) -> Mapping[str, CutParam]:
     """Returns the parameters that tensor ranks have in parts, by their names in the full model."""
-    engine, name_in_model = shard_set.engine, shard_set.engine.model_parallel.name_in_model
+    engine = shard_set.engine
+    name_in_model = shard_set.engine.model_parallel.name_in_model
     return engine.local_parts.cut_params({name_in_model(name): p for name, p in engine.named_params().items()})
 
 
@@ -70,8 +73,11 @@ def _tensors_to_write(
     shard_set: ShardSet, names: Mapping[int, str], of_others: Collection[int], cut_params: Mapping[str, CutParam]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """Returns state by parameter name, and main params by saved name, without the parameters ``of_others`` (ids)."""
-    optimizer, shards, layout = shard_set.inner, shard_set.shards, shard_set.layout
-    params_by_id, known = shard_set.sharded_by_id, shard_set.states.element_names
+    optimizer = shard_set.inner
+    shards = shard_set.shards
+    layout = shard_set.layout
+    params_by_id = shard_set.sharded_by_id
+    known = shard_set.states.element_names
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     # None if another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
@@ -80,7 +86,8 @@ def _tensors_to_write(
     flat = {key for key, index in params_by_id.items() if index in shards and shards[index].is_cut}
     whole = as_saved(optimizer, {key: tensor for key, tensor in tensors.items() if key not in flat})
     for key, tensor in tensors.items():
-        index, name = params_by_id.get(key), names[key]
+        index = params_by_id.get(key)
+        name = names[key]
         values = optimizer.state.get(tensor, {}) if key in flat else whole.get(key, {})
         shard = shards.get(index) if index is not None else None
         spec = layout.params[index] if index is not None and shard is not None else None
@@ -140,7 +147,8 @@ def read_state(shard_set: ShardSet, directory: OpenDirectory, key: str) -> Calla
         return {what: value.local if isinstance(value, FlatShard) else value for what, value in values.items()}
 
     def load() -> None:
-        groups, own_main_params = saved["param_groups"], main_params
+        groups = saved["param_groups"]
+        own_main_params = main_params
         for group in model.states:
             groups = group.divide_groups(shard_set, groups)
             own_main_params = group.divide_main_params(shard_set, own_main_params)
@@ -185,10 +193,12 @@ class _Targets:
 
     def __call__(self, place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
         """Returns the tensor to read into; None if other ranks read all of it."""
-        dtype, size = saved.properties.dtype, tuple(saved.size)
+        dtype = saved.properties.dtype
+        size = tuple(saved.size)
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype, device="cpu")
-        name, what = str(place[2]), str(place[-1])
+        name = str(place[2])
+        what = str(place[-1])
         if name in self.elsewhere:
             return None
         # Raised before anything is loaded: without this entry the rank would resume a different optimizer.
@@ -205,11 +215,14 @@ class _Targets:
 
     def _of_elements(self, name: str, what: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Returns the target for element-wise state, as :meth:`__call__`."""
-        index, part = self.indices.get(name), self.cut.get(name)
-        shape, stride = part.part_shape if part is not None else size, None
+        index = self.indices.get(name)
+        part = self.cut.get(name)
+        shape = part.part_shape if part is not None else size
+        stride = None
         if index is not None:
             spec = self.shard_set.layout.params[index]
-            shape, stride = spec.shape, spec.stride
+            shape = spec.shape
+            stride = spec.stride
         # It is not divided, so it may be any state of this name, also one that is not element-wise.
         is_range = self._is_range(name)
         if part is None and not is_range:

@@ -21,7 +21,9 @@ def load_full_state(shard_set: ShardSet, state_dict: Mapping[str, Any]) -> None:
         CheckpointError: if groups or shapes do not fit, before anything is changed.
     """
     # As torch checks it, but before anything is cut: shards are loaded by places in the groups.
-    optimizer, shards, groups = shard_set.inner, shard_set.shards, state_dict["param_groups"]
+    optimizer = shard_set.inner
+    shards = shard_set.shards
+    groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise CheckpointError(
             f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the "
@@ -42,10 +44,12 @@ def load_full_state(shard_set: ShardSet, state_dict: Mapping[str, Any]) -> None:
     }
 
     def values_of(param: Parameter) -> dict[str, Any]:
-        values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
+        values = state_dict["state"].get(numbers[id(param)], {})
+        index = params_by_id.get(id(param))
         if index is None:
             return {key: copied(value) for key, value in values.items()}
-        spec, shard = shard_set.layout.params[index], shards[index]
+        spec = shard_set.layout.params[index]
+        shard = shards[index]
         return {key: cut_value(value, spec, shard, key, per_element) for key, value in values.items()}
 
     load_state(shard_set, groups, values_of, others)
@@ -62,7 +66,8 @@ def load_state(
     ``values_of`` returns the state of a parameter, cut to this rank's shard; it is called only for those that have one
     here. ``others`` is state of no parameter.
     """
-    optimizer, shards = shard_set.inner, shard_set.shards
+    optimizer = shard_set.inner
+    shards = shard_set.shards
     params_by_id = shard_set.sharded_by_id if shard_set.has_shards else {}
     shard_set.states.split(replace=True)
     shard_set.was_loaded = True
@@ -75,7 +80,8 @@ def load_state(
         for param in group["params"]:
             index = params_by_id.get(id(param))
             if index is None or index in shards:  # else all of it is another rank's
-                if values := values_of(param):
+                values = values_of(param)
+                if values:
                     names = shard_set.states.names_kept_on_host(shards[index], values) if index is not None else ()
                     on_host[count] = {name: values[name] for name in names}
                     # Of no elements: torch chooses the dtype, and moves nothing.

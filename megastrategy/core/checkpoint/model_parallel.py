@@ -50,7 +50,8 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
-    local_parts, numbers = impl.engine.local_parts, number_params(impl.inner)
+    local_parts = impl.engine.local_parts
+    numbers = number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
     # State that an optimizer has made of a DTensor at construction, and not stepped since, is a DTensor, too.
     state = {
@@ -97,7 +98,8 @@ def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     Raises:
         NotOnAllRanksError, CheckpointError: as :func:`as_on_rank_zero`.
     """
-    state, extra = saved["state"], set(map(id, impl.extra_params.params))
+    state = saved["state"]
+    extra = set(map(id, impl.extra_params.params))
     params = _params_by_number(impl, saved) if extra else {}
     own = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
     is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.model_parallel.collectives, impl.engine.collectives))
@@ -115,7 +117,8 @@ def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapp
         CheckpointError: on all ranks, for a state whose entries differ between ranks.
     """
     require_everybody(impl, f"loading the {what} of a sharded optimizer")
-    model_groups, problem = impl.engine.model_parallel.collectives, ""
+    model_groups = impl.engine.model_parallel.collectives
+    problem = ""
     for ranks in (*model_groups, impl.engine.collectives):
         reports = ranks.all_gather_objects((problem, list(saved)))
         every = [keys for _, keys in reports]
@@ -146,7 +149,8 @@ def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns this rank's parts of the whole model's state, as views. Collective over a pipeline's stages."""
     for group in impl.engine.model_parallel.states:
         saved = group.divide(impl, saved)
-    if not (cut := impl.engine.local_parts.cut_params(_params_by_number(impl, saved))):
+    cut = impl.engine.local_parts.cut_params(_params_by_number(impl, saved))
+    if not cut:
         return saved
     state = {
         number: {name: cut[number].cut(value) for name, value in kept.items()} if number in cut else kept
@@ -171,10 +175,8 @@ def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, 
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved
-    cut, parts = (
-        impl.engine.local_parts.cut_params(impl.engine.named_params()),
-        {name: local_parts.local_view(value) for name, value in saved.items()},
-    )
+    cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
+    parts = {name: local_parts.local_view(value) for name, value in saved.items()}
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
 
 

@@ -52,7 +52,8 @@ class ExpertGroup(PartsGroup):
         if mesh.ndim != 2 or mesh.mesh_dim_names is None:
             raise ValueError(f"expert_mesh is {mesh}: two dimensions with names are expected. {_WAY_OUT}")
         super().__init__(mesh[mesh.mesh_dim_names[1]])
-        dp_ranks, mesh_ranks = list(ranks_of(process_group)), mesh.mesh.flatten().tolist()
+        dp_ranks = list(ranks_of(process_group))
+        mesh_ranks = mesh.mesh.flatten().tolist()
         if sorted(dp_ranks) != sorted(mesh_ranks):
             raise ValueError(
                 f"expert_mesh has the ranks {sorted(mesh_ranks)}, and the data-parallel ranks are {sorted(dp_ranks)}. "
@@ -64,7 +65,8 @@ class ExpertGroup(PartsGroup):
         rows = [[numbers[rank] for rank in ranks] for ranks in mesh.mesh.tolist()]
         self._saving = next(row for row in rows if 0 in row)  # rank 0 gets the parts of its own expert group
         every = domain_of_all(config, len(dp_ranks))
-        self._domain, self._is_sharded = every.divided(groups), every.num_shards > 1
+        self._domain = every.divided(groups)
+        self._is_sharded = every.num_shards > 1
 
     def domain_of(self, param: Tensor) -> Domain | None:
         return self._domain if self.parts.is_cut(param) else None
@@ -87,7 +89,8 @@ class ExpertGroup(PartsGroup):
                     f"buffer {name!r} is a DTensor, and buffers become rank 0's before each forward. Register it as a "
                     "plain tensor with a value for each expert of the model, the same on all ranks"
                 )
-        if not (divided := dtensors_of(module)):
+        divided = dtensors_of(module)
+        if not divided:
             raise ValueError(
                 f"expert_mesh and a {type(module).__name__} without divided experts, so that every rank would train "
                 f"all of them: leave it out, or divide them. {_WAY_OUT}"

@@ -49,12 +49,14 @@ class GradAccumulators:
         """Adds nodes of unfrozen parameters; creates all anew if the loop has changed to another stream, for which
         hooks would wait."""
         if self._frozen:
-            frozen, self._frozen = self._frozen, []
+            frozen = self._frozen
+            self._frozen = []
             self._add(frozen)
         # The host has no streams.
         if not self._params or devices.is_on_host(self._device):
             return
-        before, now = self._stream, devices.current_stream(self._device)
+        before = self._stream
+        now = devices.current_stream(self._device)
         if now == before:
             return
         self._mark(stale := object())
@@ -70,7 +72,10 @@ class GradAccumulators:
 
     def drop(self) -> None:
         """Drops all nodes and parameters."""
-        self._params, self._nodes, self._frozen, self._stream = [], [], [], None
+        self._params = []
+        self._nodes = []
+        self._frozen = []
+        self._stream = None
 
     def _mark(self, mark: object) -> None:
         # Not in the caller, where the loop's variable would keep the last node alive.
@@ -79,7 +84,9 @@ class GradAccumulators:
 
     def _recreate(self, stream: Any) -> None:
         # Dropped first: autograd creates no second node while the first is alive.
-        self._nodes, self._frozen, self._stream = [], [], stream
+        self._nodes = []
+        self._frozen = []
+        self._stream = stream
         self._add(self._params)
 
     def _add(self, params: Iterable[Parameter]) -> None:

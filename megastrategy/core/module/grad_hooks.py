@@ -29,7 +29,8 @@ class GradHook:
     """A parameter's hook, with a weak reference, so that a model that is never closed is freed."""
 
     def __init__(self, reducer: GradListener, index: int) -> None:
-        self.reducer, self._index = weakref.ref(reducer), index
+        self.reducer = weakref.ref(reducer)
+        self._index = index
 
     def __call__(self, param: Tensor) -> None:
         reducer = self.reducer()
@@ -83,7 +84,9 @@ class GradHooks:
         """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._hooks_of, self._num_hooks = [], [], 0
+        self._handles = []
+        self._hooks_of = []
+        self._num_hooks = 0
 
 
 def reducers_of(param: Parameter) -> list[Any]:

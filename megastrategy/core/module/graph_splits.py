@@ -33,7 +33,8 @@ class GraphSplits:
     @property
     def bucket_bytes_cap(self) -> int:
         """The bytes of parameters after which a graph ends, under torch's name."""
-        buckets, buffers = self._layout.buckets, self._layout.buffers
+        buckets = self._layout.buckets
+        buffers = self._layout.buffers
         # The median: the first buckets are smaller on purpose, and the one of an embedding may be many times larger.
         usual = statistics.median_high(bucket.numel * buffers[bucket.buffer].dtype.itemsize for bucket in buckets)
         # torch's first graph has a size of its own, and torch asserts that the others are no smaller.

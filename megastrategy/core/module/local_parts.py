@@ -139,7 +139,8 @@ def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]
 
 def cut_param(param: Any) -> CutParam:
     """Returns how a DTensor of one mesh dimension is cut."""
-    [placement], mesh = param.placements, param.device_mesh
+    [placement] = param.placements
+    mesh = param.device_mesh
     dim = placement.dim % param.dim()
     return CutParam(tuple(param.shape), dim, cut_of(param.shape[dim], mesh.get_local_rank(), mesh.size()))
 

@@ -33,7 +33,8 @@ def replace_meta(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[st
 
     def real(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            new, is_param = make(tensor), isinstance(tensor, Parameter)
+            new = make(tensor)
+            is_param = isinstance(tensor, Parameter)
             made[id(tensor)] = tensor, Parameter(new, tensor.requires_grad) if is_param else new
         return made[id(tensor)][1]
 

@@ -73,7 +73,8 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
         ]
         if not found or parts.local_view(param) is not param:
             continue
-        if (group := getattr(param, "group_name", None)) is not None:
+        group = getattr(param, "group_name", None)
+        if group is not None:
             found.append(f"group_name = {group!r}")
         holder, _, key = name.rpartition(".")
         place = f"module.{holder}" if holder else "module"
@@ -118,7 +119,8 @@ def check_memory_is_own(
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, id(whole) in joining))
-    if captured := captured_modules(module, params):
+    captured = captured_modules(module, params)
+    if captured:
         which = repr(captured[0]) if captured[0] else "the module itself"
         raise ValueError(
             f"{which} was captured by make_graphed_callables: its CUDA graph reads the parameters at their present "
@@ -179,7 +181,8 @@ def common_device(named: Mapping[str, Parameter]) -> torch.device:
         if param.device.type == "meta":
             raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
         if device is None:
-            device, first = param.device, name
+            device = param.device
+            first = name
         # A buffer is one allocation, and a group's collectives run on one device.
         if param.device != device:
             raise ValueError(
@@ -206,7 +209,8 @@ def agree_on_layout(
     rows: list[list[object]] = [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in buffers.items()]
     options = {"option (name, value)": option_rows(config), "buffer (name, shape, dtype)": rows}
     description = {**layout.describe(), **options}
-    if (descriptions := descriptions_if_different(description, collectives)) is None:
+    descriptions = descriptions_if_different(description, collectives)
+    if descriptions is None:
         return layout
     # Chunks depend on the addresses of weights: a rank that has loaded each into memory of its own has no chunks.
     if any(theirs[CHUNKS_HEADING] != description[CHUNKS_HEADING] for theirs in descriptions):

@@ -87,7 +87,8 @@ class ModuleWatch:
         names = {id(param): name for name, param in present.items()}
         for name, param in present.items():  # one that only named_parameters() of a module returns
             places.setdefault(id(param), ({name: param}, name))
-        wanted, known = set(map(id, params)), set(map(id, self._others))
+        wanted = set(map(id, params))
+        known = set(map(id, self._others))
         unwanted = [param for param in present.values() if id(param) not in wanted]
         others = [param for param in unwanted if param.requires_grad]
         added = [names[id(param)] for param in others if id(param) not in known]
@@ -98,7 +99,9 @@ class ModuleWatch:
                 raise _replaced(name, added[0])
             places[id(param)] = {name: param}, name  # a place of its own, so that it is not missed again
         self._removed = set(map(id, removed.values()))
-        self.frozen, self._others, self._buffers = [p for p in unwanted if not p.requires_grad], others, buffers
+        self.frozen = [p for p in unwanted if not p.requires_grad]
+        self._others = others
+        self._buffers = buffers
         self._params, self._names = list(params), [names[id(param)] for param in params]
         self._holders = [places[id(param)][0] for param in params]
         self._keys = [places[id(param)][1] for param in params]

@@ -60,7 +60,8 @@ def find_groups(
     config: DistributedDataParallelConfig,
 ) -> tuple[LocalParts, ModelParallel]:
     """Returns where this rank has the module's parameters, and which ranks share the model with it."""
-    staged, parts = find_staged(module), LocalParts()
+    staged = find_staged(module)
+    parts = LocalParts()
     groups: list[ModelGroup] = []
     if expert_mesh is not None:
         from .experts import ExpertGroup

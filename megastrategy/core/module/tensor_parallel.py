@@ -123,7 +123,8 @@ class PartsGroup(ModelGroup):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.parts, self._mesh = DTensorParts(), mesh
+        self.parts = DTensorParts()
+        self._mesh = mesh
 
     def connect(self, device: torch.device) -> None:
         super().connect(device)
@@ -147,7 +148,8 @@ class TensorGroup(PartsGroup):
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
         super().__init__(mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh)
-        self._dp_ranks, self._looked_for_ties = ranks_of(process_group), False
+        self._dp_ranks = ranks_of(process_group)
+        self._looked_for_ties = False
 
     def connect(self, device: torch.device) -> None:
         super().connect(device)

@@ -37,7 +37,9 @@ from .values import (
     tensors_in,
 )
 
-_NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
+# RAdam's first five are not yet its own
+_NUM_STEPS = 6
+_NUM_MORE_STEPS = 12
 _RELATIVE = 1e-5
 """The part of a movement or a state by which two kernels may differ in rounding: far less than a coupling changes."""
 _WELL_ABOVE = 10
@@ -84,7 +86,8 @@ def check_main_param_steps(optimizer: torch.optim.Optimizer) -> None:
         raise NotForShardsError(
             f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
         ) from None
-    if (name := attribute_with_params(optimizer)) is not None:
+    name = attribute_with_params(optimizer)
+    if name is not None:
         raise NotForShardsError(
             f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
         )
@@ -145,9 +148,9 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
 class GroupProbe:
     """Trials with one parameter group's options, on whole tensors and on flat pieces of them."""
 
-    others, moved_otherwise = (
-        "flat tensors",
-        "on a trial tensor of shape {shape}, {where} gave other results when the tensor was cut into flat pieces",
+    others = "flat tensors"
+    moved_otherwise = (
+        "on a trial tensor of shape {shape}, {where} gave other results when the tensor was cut into flat pieces"
     )
 
     def __init__(
@@ -182,7 +185,8 @@ class GroupProbe:
             whole, _ = self._compare(lr, _NUM_MORE_STEPS)
             if not self._moved_well(whole):
                 raise NotForShardsError(self._moved_too_little(whole))
-        names, by_dim = set[str](), dict[int, int]()
+        names = set[str]()
+        by_dim = dict[int, int]()
         for number, param in enumerate(whole.params):
             state = whole.state(number)
             kept = {name for name, value in state.items() if is_per_element(name, value, param.shape, None)}
@@ -244,7 +248,8 @@ class GroupProbe:
         """Whether the weights are equal without an allowance for their rounding; raises if they are not with it."""
         is_exact = True
         for number, (param, other) in enumerate(zip(whole.params, self._joined(pieces), strict=True)):
-            difference, moved = (param.detach() - other.view_as(param)).abs_(), whole.reach[number]
+            difference = (param.detach() - other.view_as(param)).abs_()
+            moved = whole.reach[number]
             # As close as two kernels come: the weights' rounding is not needed to explain it, so nothing hides in it.
             if bool((difference <= _RELATIVE * moved).all()):
                 continue
@@ -294,10 +299,12 @@ class GroupProbe:
 
     def _check_names(self, whole: Trial, piece: Trial) -> None:
         for number, param in enumerate(piece.params):
-            kept, of_piece = whole.state(number).keys(), piece.state(number)
+            kept = whole.state(number).keys()
+            of_piece = piece.state(number)
             for name, value in of_piece.items():
                 # First, since a reason that names what cannot be divided says more than names that differ.
-                if (found := describe_undividable(name, value, param.shape)) is not None:
+                found = describe_undividable(name, value, param.shape)
+                if found is not None:
                     raise NotForShardsError(f"for a flat piece of {param.numel()} elements {self.where} keeps {found}")
             if kept != of_piece.keys():
                 raise NotForShardsError(
@@ -308,9 +315,11 @@ class GroupProbe:
     def _check_values(
         self, whole: Trial, piece: Trial, spans: Sequence[tuple[int, int]], others: str = "flat pieces of them"
     ) -> None:
-        expected, found = dict(values_of(whole.optimizer)), dict(values_of(piece.optimizer))
+        expected = dict(values_of(whole.optimizer))
+        found = dict(values_of(piece.optimizer))
         for name in dict.fromkeys((*expected, *found)):  # in order, so that the reason is the same on all ranks
-            one, other = _not_of_tensors(expected.get(name)), _not_of_tensors(found.get(name))
+            one = _not_of_tensors(expected.get(name))
+            other = _not_of_tensors(found.get(name))
             if name not in expected or name not in found or not equal(one, other):
                 raise self._differs(name, expected.get(name), found.get(name), others)
         for number, span in enumerate(spans):
@@ -325,13 +334,15 @@ class GroupProbe:
         # Some quantise state from a size on: pieces then have another class or dtype than the whole.
         if type(expected) is not type(value) or expected.dtype != value.dtype or value.numel() != span[1] - span[0]:
             return False
-        if (size := whole.sizes.get((number, name))) is None:  # whole numbers
+        size = whole.sizes.get((number, name))
+        if size is None:  # whole numbers
             return torch.equal(cut(expected, span), value)
         tolerance = max(_RELATIVE, 4 * torch.finfo(value.dtype).eps)  # 16-bit states round to another neighbour
         return bool((distances(cut(expected, span), value) <= tolerance * cut(size, span)).all())
 
     def _differs(self, name: str, whole: Any, piece: Any, others: str) -> NotForShardsError:
-        one, other = _in_words(whole), _in_words(piece)
+        one = _in_words(whole)
+        other = _in_words(piece)
         differs = f"is {one} for" if one != other else "is otherwise for"
         than = f"and {other} for" if one != other else "than for"
         return NotForShardsError(f"after trial steps of {self.where}, {name} {differs} whole tensors {than} {others}")

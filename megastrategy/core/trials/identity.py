@@ -43,7 +43,8 @@ def check_identity(optimizer: torch.optim.Optimizer) -> None:
         # one that waits for its gather has another class meanwhile
         kinds = {getattr(type(param), "_plain", type(param)) for param in group["params"]} - {Tensor, Parameter}
         # Of a tensor-parallel parameter this rank's part is stepped, which is a plain tensor.
-        if kinds := {kind for kind in kinds if not kind.__module__.startswith("torch.distributed.tensor")}:
+        kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.distributed.tensor")}
+        if kinds:
             name = min(kind.__name__ for kind in kinds)
             raise NotForShardsError(
                 f"parameters of class {name} are among its own, and plain tensors are stepped in their place"

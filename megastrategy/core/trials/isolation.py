@@ -154,7 +154,8 @@ class Isolation:
 
     def _seed(self) -> None:
         random.seed(0)
-        if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
             numpy.seed(0)
         for device in {torch.device("cpu"), self._device}:
             seed(device)
@@ -166,11 +167,13 @@ def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[
         (random.getstate, random.setstate),
         (torch.get_rng_state, torch.set_rng_state),
     ]
-    if (numpy := sys.modules.get("numpy.random")) is not None:
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
         found.append((numpy.get_state, numpy.set_state))
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
-        get, put = module.get_rng_state, module.set_rng_state
+        get = module.get_rng_state
+        put = module.set_rng_state
         found.append((functools.partial(get, device), lambda state: put(state, device)))
     return found
 

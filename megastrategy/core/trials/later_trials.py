@@ -32,7 +32,8 @@ class LaterTrials:
     """Remembers the options that were tried; the same on all ranks if they set the same options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+        self._optimizer = optimizer
+        self._device = device
         self._first: list[dict[str, Any]] = []  # by group, its options at its first trial
         self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
         self._tried: set[Hashable] = set()

@@ -53,9 +53,9 @@ def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ..
 class PerParameterProbe(GroupProbe):
     """Trials with the options of the groups ``numbers``, on tensors together and on each of them alone."""
 
-    others, moved_otherwise = (
-        "one tensor alone",
-        "a trial tensor of shape {shape} in {where} became another when it was stepped without the others of the group",
+    others = "one tensor alone"
+    moved_otherwise = (
+        "a trial tensor of shape {shape} in {where} became another when it was stepped without the others of the group"
     )
 
     def __init__(
@@ -74,7 +74,8 @@ class PerParameterProbe(GroupProbe):
 
     def findings(self) -> Findings:
         # A trial copies what the optimizer keeps, but not parameters, which are the model's: it would step those.
-        if (name := attribute_with_params(self.optimizer)) is not None:
+        name = attribute_with_params(self.optimizer)
+        if name is not None:
             raise NotForShardsError(
                 f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
             )
@@ -95,7 +96,8 @@ class PerParameterProbe(GroupProbe):
 
     def _check_kept(self, whole: Trial, pieces: Sequence[Trial]) -> None:
         for number, alone in enumerate(pieces):
-            kept, found = whole.state(number), alone.state(0)
+            kept = whole.state(number)
+            found = alone.state(0)
             for name in dict.fromkeys((*kept, *found)):
                 if name not in kept or name not in found or not equal(kept[name], found[name], _close):
                     raise NotForShardsError(

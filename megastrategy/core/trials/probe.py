@@ -68,7 +68,8 @@ def _probe(
     isolation: Isolation,
 ) -> Findings:
     check_identity(optimizer)
-    small, problem = Problem(device, dtype, is_small=True, scale=SPIKE), Problem(device, dtype)
+    small = Problem(device, dtype, is_small=True, scale=SPIKE)
+    problem = Problem(device, dtype)
     others = Problem(device, dtype, shapes=[*PROPORTIONS], cuts=[*PROPORTIONS.values()])
     flat: list[Findings] = []
     whole: list[Findings] = []

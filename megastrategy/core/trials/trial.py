@@ -122,11 +122,13 @@ class Problem:
         """A step's gradients at these weights."""
         grads = []
         for param, size in zip(params, self._sizes, strict=True):
-            drift, noise = self._randn(param.shape, 1), self._randn(param.shape, 2 + step)
+            drift = self._randn(param.shape, 1)
+            noise = self._randn(param.shape, 2 + step)
             grad = (drift + noise).mul_(size)
             # [Note: trial tensors]: some updates project only where gradient and weights are nearly orthogonal.
             if step % 2 == 1:
-                rows, weights = _rows(grad), _rows(param)
+                rows = _rows(grad)
+                weights = _rows(param)
                 squares = weights.square().sum(1, keepdim=True)
                 rows.addcmul_((rows * weights).sum(1, keepdim=True) / squares, weights, value=-1)
                 # a projection has to have something to take away
@@ -241,7 +243,8 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
 
     def __init__(self, param: Tensor | None, values: Mapping[str, Any]) -> None:
         super().__init__(dict)
-        self._param, self._values = param, values
+        self._param = param
+        self._values = values
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
@@ -252,7 +255,8 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
         fresh = Parameter(torch.zeros(2, 2, device="cpu"))
         for param in group["params"]:
             # The first that has some: others may have joined later, without any.
-            if values := optimizer.state.get(param):
+            values = optimizer.state.get(param)
+            if values:
                 fresh = Parameter(torch.zeros((2,) * max(param.dim(), 1), dtype=param.dtype, device=param.device))
                 # beside a sum that has grown, gradients move nothing and a coupling hides
                 if (made := _state_at_construction(optimizer, group, fresh)).keys() == values.keys():

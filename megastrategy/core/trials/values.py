@@ -139,7 +139,8 @@ def with_arithmetic(tensor: Tensor) -> Tensor:
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
     """Returns how far elements are apart: 0 for two NaNs and for equal infinities, as of a state that overflows."""
-    a, b = with_arithmetic(a), with_arithmetic(b)
+    a = with_arithmetic(a)
+    b = with_arithmetic(b)
     return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
 
 
