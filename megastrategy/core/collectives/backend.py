@@ -20,7 +20,6 @@ class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL and others), asynchronous on its own streams; see interface's [Note: why
     ranks agree over their hosts]."""
 
-    has_receive_buffers = True
     _exchange: PartExchange | None = None
     _streams: Any = None  # those of a test, instead of the device's
 

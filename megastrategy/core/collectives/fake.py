@@ -17,9 +17,6 @@ class FakeCollectives(SingleRankCollectives):
     a gather repeats this rank's part.
     """
 
-    # A device's backend receives into memory of its own, and a plan for a device has to include it.
-    has_receive_buffers = True
-
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         return super().all_reduce(tensor, scale * self.size)
 

@@ -86,13 +86,10 @@ class Collectives(ABC):
     Attributes:
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size or by ranks (see :func:`.shard_collectives`).
-        has_receive_buffers: whether :meth:`reduce_scatter_into` receives into memory that the memory
-            table has to count.
         second: collectives on a second group of the same ranks (see :func:`.second_collectives`); None if not made.
         watchdog: called while this rank waits; without it, a wait ends only with a peer's process.
     """
 
-    has_receive_buffers = False
     watchdog: Watchdog | None = None
     _host: Collectives | None = None
     second: Collectives | None = None

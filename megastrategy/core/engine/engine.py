@@ -396,7 +396,6 @@ class Engine:
                 self.collectives.rank,
                 self.config.overlap_grad_reduce,
                 kept if self.has_optimizer else None,
-                has_receive_buffers=self.collectives.has_receive_buffers,
                 owners=self.owners,
                 device=self.device,
             )

@@ -96,21 +96,6 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, in
     return MemoryUse(sum(nbytes), sum(nbytes), state_bytes)
 
 
-def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
-    """Counts the bytes that a rank sends in a step of one microbatch for gradients and new weights, inside its
-    instance.
-
-    Args:
-        rounded: gradients in the wire's dtype, or in their own.
-    """
-    nbytes = 0
-    for buffer in layout.buffers:
-        numel = buffer.shard_numel * (buffer.domain.num_shards - 1)
-        sent = buffer.grad_wire_dtype if rounded else buffer.grad_dtype
-        nbytes += numel * (sent.itemsize + buffer.dtype.itemsize)
-    return nbytes
-
-
 def _num_kept(state_tensors: int | Mapping[int, int], index: int) -> int:
     return state_tensors if isinstance(state_tensors, int) else state_tensors.get(index, 0)
 
@@ -121,7 +106,6 @@ def describe_setup(
     overlap: bool,
     state_tensors: int | Mapping[int, int] | None,
     *,
-    has_receive_buffers: bool = False,
     owners: Owners | None = None,
     device: torch.device = _HOST,
 ) -> str:
@@ -130,7 +114,6 @@ def describe_setup(
     Args:
         overlap: whether buckets are sent while backward runs.
         state_tensors, device: as for :func:`memory_use`; None if the optimizer's state is not known yet.
-        has_receive_buffers: whether received gradients have memory of their own.
         owners: of parameters that are stepped whole.
     """
     numels = [bucket.numel for bucket in layout.buckets]
@@ -164,31 +147,14 @@ def describe_setup(
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
-    sent = sent_bytes(layout)
-    unrounded = sent_bytes(layout, rounded=False)
-    if sent < unrounded:
-        lines.append(
-            f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
-            f"{_mib(unrounded)}"
-        )
-    lines += _describe_kept(layout, use)
+    if layout.offloads_state:
+        lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
             f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
         )
-    if has_receive_buffers and use.received_bytes:
-        lines.append(
-            f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
-        )
     return "\n".join(lines)
-
-
-def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
-    lines = []
-    if layout.offloads_state:
-        lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
-    return lines
 
 
 def _describe_owners(owners: Owners) -> list[str]:

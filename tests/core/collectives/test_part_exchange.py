@@ -18,7 +18,6 @@ from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.collectives.part_exchange import PartExchange
 from megastrategy.core.collectives.part_sums import add_parts_
 from megastrategy.core.layout.layout import NUM_RECEIVE_BUFFERS
-from megastrategy.core.layout.memory import describe_setup
 from tests.support.lazy_device import LazyDevice, Stream
 from tests.support.ranks import run_ranks
 
@@ -149,10 +148,7 @@ def test_a_backward_uses_the_memory_of_the_table(size: int, options: dict[str, A
                 model(torch.full((3, 100), rank + number + 0.5).bfloat16()).square().sum().backward()
             found.append([model.full_grad(param) for param in model.parameters()])
             use = memory_use(model.layout, rank, 2)
-            line = f"{use.received_bytes / 2**20:,.2f} MiB for gradients that other ranks send"
             assert use.received_bytes > 2**14, "and not 0.00"
-            text = describe_setup(model.layout, rank, True, 2, has_receive_buffers=collectives.has_receive_buffers)
-            assert (line in text) == collectives.has_receive_buffers
             if isinstance(collectives, Watching):
                 # Two, and neither has to be as large as the largest.
                 assert use.received_bytes / 2 < collectives.most_nbytes <= use.received_bytes
