@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.config import CONTRADICTIONS, REMOVED, REMOVED_VALUES, Contradiction, field_names
+from megastrategy.core.config import REMOVED, REMOVED_VALUES, field_names
 from megastrategy.core.torch_ddp_surface import config_from_arguments
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")

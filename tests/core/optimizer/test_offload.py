@@ -20,7 +20,6 @@ from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError, OptimizerNotShardableError
-from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.memory import describe_setup, memory_use
 from megastrategy.core.shards import offload, state_storage
 from tests.support.devices import DeviceCollectives
