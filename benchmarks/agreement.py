@@ -22,7 +22,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy._lightning.checked_collectives import meet
+from megastrategy._lightning.checked_collectives import compare_calls
 from megastrategy.core.collectives import Collectives, GlooCollectives
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import ParamSpec
@@ -84,7 +84,7 @@ class CountingGroup:
 
 def before_a_batch(collectives: Collectives) -> None:
     """A Trainer's ranks meet, and tell each other of signals."""
-    meet(collectives)
+    compare_calls(collectives, "batch")
 
 
 def after_a_backward(collectives: Collectives) -> None:

@@ -1,19 +1,19 @@
-"""Lets ranks wait for each other, watched, before each collective of the framework.
+"""Makes sure that all ranks call the same collective of the framework before any of them enters it.
 
 Lightning's barriers, broadcasts and reductions (in its set-up, in validation, for a metric) run on the default group. A
 rank that waits there for one that failed notices only the end of that one's process, and a collective that some ranks
 began and others did not makes the group useless.
 
-So ranks first meet in a small all-reduce on a separate group, whose waits are watched
-(:mod:`megastrategy._faults.failure_watch`). A rank that waits in vain gives up there, before anything was begun on the
-default group. They meet before each batch, too, where Lightning broadcasts whether a rank got SIGTERM.
+So ranks first compare their calls in a small all-reduce on a separate group, whose waits are watched
+(:mod:`megastrategy._faults.deadlocks`). A rank that waits in vain gives up there, before anything was begun on the
+default group. They do so before each batch, too, where Lightning broadcasts whether a rank got SIGTERM.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +21,60 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from .._faults.process_collectives import (
+    call_check_collectives,
     count_barrier,
     engine_collectives,
     exception_name,
     give_up_engine_collectives,
-    meeting_collectives,
 )
 from .._faults.recovery import StoreAllGather, report_failure
-from ..core import Collectives, DistributedOptimizer, Engine
+from ..core import CollectiveError, Collectives, DistributedOptimizer, Engine
 from .meshes import ModelMesh
 
 _log = logging.getLogger("megastrategy")
+_CALLS = {
+    "setup": "sets its model up",
+    "batch": "comes to its next batch, or to the end of its fit",
+    **{call: f"calls {call}() of the strategy" for call in ("barrier", "broadcast", "reduce", "all_gather")},
+}
+_NUM_FACTS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Signals:
-    """The signals that one rank got; after :func:`meet`, those of all ranks together.
-
-    Attributes:
-        is_terminated: whether SIGTERM came.
-        num_requeues: the number of signals to save and queue again.
-        requeue_signal: the last of them.
-    """
-
-    is_terminated: bool = False
-    num_requeues: int = 0
-    requeue_signal: int = 0
-
-
-def meet(collectives: Collectives, signals: Signals = Signals()) -> Signals:
-    """Returns the maximum of each field over ranks, when all ranks have called this.
+def compare_calls(collectives: Collectives, call: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
+    """Returns the maximum over ranks of each of three facts, when all ranks have come to ``call``.
 
     Args:
-        collectives: between host memories, used for nothing else: all messages have one size.
+        collectives: between host memories, used for nothing else: a rank that makes a different call would otherwise
+            meet a message of a different size, at which gloo ends the process.
+        call: one of :data:`_CALLS`.
+        facts: of this rank.
+
+    Raises:
+        CollectiveError: if some rank came to another, or does not come.
     """
-    count_barrier("a barrier or another collective of the framework, or before its next batch")
-    facts = torch.tensor(dataclasses.astuple(signals), dtype=torch.int64, device="cpu")
-    collectives.all_reduce_max(facts).wait()
-    is_terminated, num_requeues, requeue_signal = facts.tolist()
-    return Signals(bool(is_terminated), num_requeues, requeue_signal)
+    # The maximum has a mark for each call that some rank is about to make: more than one is a mismatch.
+    count_barrier(f"a check of all ranks: it {_CALLS[call]}")
+    marks_and_facts = torch.tensor([*(call == name for name in _CALLS), *facts], device="cpu")
+    collectives.all_reduce_max(marks_and_facts).wait()
+    marks: list[int] = marks_and_facts.tolist()
+    others = [does for (name, does), mark in zip(_CALLS.items(), marks, strict=False) if mark and name != call]
+    if others:
+        raise CollectiveError(
+            f"rank {collectives.rank} of {collectives.size}: this rank {_CALLS[call]}, and another "
+            f"{' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some ranks "
+            "only: all ranks save and log, and Lightning writes on rank 0"
+        )
+    return marks[-_NUM_FACTS:]
 
 
 class CheckedCollectives:
-    """Makes ranks meet before the collectives of one Trainer's strategy, between :meth:`start` and :meth:`stop`.
+    """Checks the collectives of one Trainer's strategy between :meth:`start` and :meth:`stop`.
 
     After an exception ranks exchange values over torch.distributed's store instead.
 
     Attributes:
         engine: of the last fit.
-        meeting: the collectives of :func:`meet`; None on one rank.
+        call_check: the collectives of :func:`compare_calls`; None on one rank.
         store_gather: the exchange after the present exception; several callbacks may save, and ranks count their
             exchanges, so it is kept.
     """
@@ -79,38 +84,38 @@ class CheckedCollectives:
         self._strategy = strategy
         self._mesh = mesh
         self.engine: Engine | None = None
-        self.meeting: Collectives | None = None
+        self.call_check: Collectives | None = None
         self.store_gather: StoreAllGather | None = None
 
     def start(self) -> None:
-        """Lets ranks meet from now on, since all ranks are about to set something up. Collective."""
+        """Checks collectives from now on, since all ranks are about to set something up. Collective."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self.meeting = meeting_collectives(self._strategy.root_device)
+            self.call_check = call_check_collectives(self._strategy.root_device)
 
     def stop(self) -> None:
         """Leaves collectives to Lightning from now on."""
-        if self.meeting is not None:
-            self.meeting.close()
-            self.meeting = None
+        if self.call_check is not None:
+            self.call_check.close()
+            self.call_check = None
 
     def give_up(self) -> None:
         """Gives up all groups after an exception, since some ranks may be in any collective of them."""
-        self.meeting = None
+        self.call_check = None
         give_up_engine_collectives()
 
-    def meet(self) -> None:
-        """Returns when all ranks are about to call a collective."""
-        if self.meeting is not None:
-            meet(self.meeting)
+    def check(self, call: str) -> None:
+        """Returns when all ranks are about to make the same ``call``. Raises as :func:`compare_calls`."""
+        if self.call_check is not None:
+            compare_calls(self.call_check, call)
 
-    def meet_on_host(self, tensor: Any, group: Any = None) -> None:
-        """Meets before a collective over all ranks, if ``tensor`` is on the host.
+    def check_on_host(self, call: str, tensor: Any, group: Any = None) -> None:
+        """Checks a collective over all ranks, if ``tensor`` is on the host.
 
         A collective on a GPU does not make the host wait, and neither must this.
         """
         is_over_all_ranks = group is None or group is torch.distributed.group.WORLD
         if is_over_all_ranks and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-            self.meet()
+            self.check(call)
 
     def gather_if_interrupted(self, value: Any) -> list[Any] | None:
         """Returns the picklable ``value`` of every rank after an exception, ``[value]`` if the others do not come; None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from datetime import timedelta
 
 import torch
 
-from .._faults.process_collectives import exception_name
+from .._faults.process_collectives import exception_name, is_awaited
 from .._faults.recovery import POLL_S, first_stopped, report_stop, store_of
 
 INTERVAL_S = 0.2
@@ -20,9 +21,9 @@ INTERVAL_S = 0.2
 _POLLS_PER_S = 1280
 """The most requests of all ranks together, a tenth of a core. From 256 ranks on each polls less often."""
 
-_PATIENCE_S = 5.0
+_PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others, which may be within a batch, to save with it between two batches of an
-evaluation. Schedulers kill a minute or so after the signal."""
+evaluation."""
 
 _FAREWELL_S = 5.0
 """Seconds for which rank 0 waits at most for the others to stop for SIGTERM, too. Most do within a batch or a second.
@@ -99,10 +100,10 @@ class SharedSignals:
         """
         store = self._store
         key = f"requeue/{number}"
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
         store.add(f"{key}/came", 1)
         while store.add(f"{key}/came", 0) < self._size and not store.check([f"{key}/outcome"]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or is_awaited():
                 store.compare_set(f"{key}/outcome", "", "later")
             time.sleep(POLL_S)
         if store.compare_set(f"{key}/outcome", "", "now") == b"now":

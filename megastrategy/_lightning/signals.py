@@ -26,10 +26,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._faults.process_collectives import exception_name
-from .._faults.recovery import report_failure
-from ..core import CollectiveError, Collectives
-from .checked_collectives import Signals, meet
+from ..core import Collectives
+from .checked_collectives import compare_calls
 from .replaced_methods import ReplacedMethods
 from .shared_signals import SharedSignals
 
@@ -44,7 +42,7 @@ class SignalAgreement:
 
     Args:
         trainer: the Trainer, before it registers its signal handlers.
-        meeting: the collectives by which ranks agree before a batch; None on one rank.
+        call_check: the collectives by which ranks agree before a batch; None on one rank.
         sigterm_exception: raised by Lightning for SIGTERM.
         replicas: meet before a batch, when no signal stops this one.
     """
@@ -52,16 +50,16 @@ class SignalAgreement:
     def __init__(
         self,
         trainer: Any,
-        meeting: Collectives | None,
+        call_check: Collectives | None,
         sigterm_exception: type[BaseException],
         replicas: TrainerReplicas,
     ) -> None:
         self._trainer = trainer
-        self._meeting = meeting
+        self._call_check = call_check
         self._sigterm_exception = sigterm_exception
         self._replicas = replicas
         self._connector = trainer._signal_connector
-        self._shared = SharedSignals() if meeting is not None else None
+        self._shared = SharedSignals() if call_check is not None else None
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
@@ -81,7 +79,6 @@ class SignalAgreement:
             # no next batch comes before which ranks would stop
             self._run_before(fit_loop, "on_run_end", self._agree)
             self._replaced.add(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
-            self._replaced.add(fit_loop, "run", _reporting_failures(fit_loop.run))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies as None: a copy of the Trainer runs nothing that a signal could end."""
@@ -181,28 +178,10 @@ class SignalAgreement:
                 self._save_and_requeue(signum, None)
 
     def _agree(self) -> None:
-        assert self._meeting is not None
-        signals = meet(self._meeting, Signals(self._terminated, self._num_requeues, self._requeue_signal))
-        self._requeue(signals.num_requeues, signals.requeue_signal)
-        if signals.is_terminated:
+        assert self._call_check is not None
+        facts = [self._terminated, self._num_requeues, self._requeue_signal]
+        terminated, num_requeues, requeue_signal = compare_calls(self._call_check, "batch", facts)
+        self._requeue(num_requeues, requeue_signal)
+        if terminated:
             self._connector.received_sigterm = True
             raise self._sigterm_exception
-
-
-def _reporting_failures(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a loop's run: other ranks learn of a failure before this rank cleans up behind it.
-
-    Lightning's LearningRateFinder restores its checkpoint in a ``finally``, with a barrier, before ``on_exception``.
-    """
-
-    @functools.wraps(run)
-    def run_and_report(*arguments: Any, **options: Any) -> Any:
-        try:
-            return run(*arguments, **options)
-        except CollectiveError:
-            raise  # it follows from another rank's failure
-        except Exception as error:
-            report_failure(exception_name(), error)
-            raise
-
-    return run_and_report

@@ -219,7 +219,7 @@ class TrainerStrategy(_Base):
         trainer = self.lightning_module.trainer
         if self._mesh.shares_model:
             check_trainer(self._mesh, trainer, self.precision_plugin.precision)
-        self._checked.meet()
+        self._checked.check("setup")
         wrapped = DistributedDataParallel(
             model,
             self.config,
@@ -252,7 +252,7 @@ class TrainerStrategy(_Base):
             allocate(self.model, self.root_device)
         if not self._mesh.shares_model or trainer.state.fn == "fit":
             super().setup(trainer)
-            self._signals = SignalAgreement(trainer, self._checked.meeting, self._sigterm_exception, self._replicas)
+            self._signals = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception, self._replicas)
             self._replicas.join(trainer, super().broadcast)
             return
         assert self.accelerator is not None
@@ -387,7 +387,7 @@ class TrainerStrategy(_Base):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._checked.gather_if_interrupted(None) is None:
-            self._checked.meet()
+            self._checked.check("barrier")
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -395,7 +395,7 @@ class TrainerStrategy(_Base):
         if values is not None:
             value: T = values[src] if len(values) > 1 else obj
             return value
-        self._checked.meet()
+        self._checked.check("broadcast")
         return super().broadcast(self._replicas.from_leader(obj, self.global_rank == src), src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -417,7 +417,7 @@ class TrainerStrategy(_Base):
         """
         if self._checked.is_interrupted:
             return tensor
-        self._checked.meet_on_host(tensor, group)
+        self._checked.check_on_host("reduce", tensor, group)
         return super().reduce(tensor, self._mesh.data_group if group is None else group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -425,7 +425,7 @@ class TrainerStrategy(_Base):
         if self._checked.after_exception() is not None:
             values = self._checked.gather_if_interrupted(tensor.detach().cpu()) or []
             return torch.stack(values).to(tensor.device)
-        self._checked.meet_on_host(tensor, group)
+        self._checked.check_on_host("all_gather", tensor, group)
         return super().all_gather(tensor, group, sync_grads)
 
     # --- after an exception ------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""A rank that leaves out a batch, or ends its fit before the others."""
+"""A rank that leaves out a batch or a collective: all notice, and none waits for the process group's timeout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from megastrategy.core.errors import CollectiveError
 from tests.doors.features.manual import Manual, manual
 
 from ..failing_fits import BATCH
-from ..fits import assert_same_fit, fit, make_strategy, make_trainer
+from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, make_strategy, make_trainer
 from ..rank_processes import Ranks, assert_failed
 
 
@@ -36,21 +35,24 @@ class LeavesOut(Manual):
         optimizer.step()
 
 
-TIMEOUT_S = 5
-
-
-def fit_leaving_out(rank: int, sharded: bool) -> None:
-    options = {"use_distributed_optimizer": sharded, "timeout": timedelta(seconds=TIMEOUT_S)}
-    fit("megatron_ddp", module=LeavesOut(rank), strategy_options=options)
+def fit_leaving_out(rank: int, sharded: bool) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=LeavesOut(rank), strategy_options={"use_distributed_optimizer": sharded})
+    again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_left_out_by_one_rank_ends_all_at_the_timeout(ranks: Ranks, rank: int, sharded: bool) -> None:
-    """It waits before the next batch, the other one for its gradients."""
-    for outcome in ranks.outcomes(fit_leaving_out, rank, sharded):
-        assert_failed(outcome, "longer than the group's timeout", kind="CollectiveError", within_s=TIMEOUT_S + 25)
+def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int, sharded: bool) -> None:
+    """It waits before the next batch, the other one for its gradients; so they do under "ddp", for half an hour."""
+    for message in ranks.run(fit_leaving_out, rank, sharded):
+        assert "the ranks wait for each other: rank 0 waits " in message
+        assert f"rank {rank} waits for all ranks, before the next batch or " in message
+        assert f"rank {1 - rank} waits for gradients or weights" in message
+        assert "loss * 0.0" in message
 
 
 class Batches(IterableDataset[Tensor]):
@@ -110,6 +112,53 @@ def fit_ending_early_and_raising() -> None:
     data = DataLoader(torch.ones(32, 8), batch_size=4)
     for stops in (True, False):
         make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops), data)
+
+
+class ForRankZeroOnly(AwkwardModule):
+    """Code that is not for all ranks, although it waits for all."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_fit_start(self) -> None:
+        if self.what == "reduce" and self.global_rank == 0:
+            self.trainer.strategy.reduce(torch.ones(1))
+
+    def on_train_epoch_end(self) -> None:
+        if self.what == "log" and self.global_rank == 0:
+            self.log("number", 1.0, sync_dist=True)
+
+
+REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or to the end of its fit"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("log", [f"this rank {REDUCES}, and another {ENDS}", f"this rank {ENDS}, and another {REDUCES}"]),
+        (
+            "reduce",
+            [
+                f"this rank calls {mine}() of the strategy, and another calls {theirs}() of the strategy"
+                for mine, theirs in (("reduce", "barrier"), ("barrier", "reduce"))
+            ],
+        ),
+    ],
+)
+def test_a_collective_for_one_rank_only_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
+    """Under "ddp" it is taken for whichever comes next on the other rank: that ends the processes, or both wait."""
+    for expected, message in zip(said, ranks.run(fit_for_rank_zero_only, what), strict=True):
+        assert expected in message
+        assert "sync_dist=True" in message
+
+
+def fit_for_rank_zero_only(what: str) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=ForRankZeroOnly(what))
+    assert_same_tensors(fit("megatron_ddp").weights, fit("ddp").weights)
+    return str(raised.value)
 
 
 class NothingToLearnOnRank1(Manual):
