@@ -4,6 +4,8 @@ README.md beside this file lists its ten folders, and the path of one gradient t
 see ``distributed_data_parallel`` and ``distributed_optimizer``.
 """
 
+import os
+
 from .checkpoint import (
     EXTRA_FILE,
     MARKER,
@@ -58,6 +60,10 @@ from .shards import gather_states, number_params, to_host
 from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import config_from_arguments
 from .trials import KnownFindings
+
+# The private switch between the two data paths while both exist.
+if os.environ.get("MEGASTRATEGY_DATA_PATH") == "new":
+    from .data_path import DistributedDataParallel, DistributedOptimizer  # type: ignore[assignment]
 
 __all__ = [
     "EXTRA_FILE",

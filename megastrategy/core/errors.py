@@ -41,6 +41,10 @@ class MicrobatchMismatchError(MegastrategyError):
     """The ranks, or replicas, reduce gradients of different microbatches with each other."""
 
 
+class BackwardFailedError(MegastrategyError):
+    """A forward or a backward raised on another rank, and the gradients of all ranks were dropped."""
+
+
 class BatchMismatchError(MegastrategyError):
     """The ranks of a tensor group were given different batches, and would train on a mixture of them."""
 

@@ -87,10 +87,13 @@ def combine_listeners(listeners: Sequence[Listener]) -> Listener | None:
     return call_all
 
 
+_NOTHING = nullcontext()
+
+
 def profiler_range(what: str, number: int | None = None) -> AbstractContextManager[object]:
     """Returns a range ``megastrategy::reduce 3`` around a block if the calling thread is being profiled,
     or an empty context."""
     if not torch._C._autograd._profiler_enabled():  # a tenth of a microsecond, where a range takes ten
-        return nullcontext()
+        return _NOTHING
     name = what if number is None else f"{what} {number}"
     return torch.profiler.record_function(f"megastrategy::{name}")

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..core import Collectives, DeferredBatch, Engine, ModelGroup, devices
@@ -85,12 +84,7 @@ class StagedBackwards:
             raise self._accumulates("it was called under no_sync()")
         self._are_left |= self._state is _State.READY
         self._made = []
-        self._clear(engine)
-        engine.reducer.begin_batch(self._batch)
-
-    @staticmethod
-    def _clear(engine: Engine) -> None:
-        engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
+        engine.begin_batch(self._batch)
 
     @staticmethod
     def _accumulates(why: str) -> StageError:
@@ -108,10 +102,7 @@ class StagedBackwards:
             is_last: whether no later backward of the batch reaches a parameter of this one.
             has_loss: whether ``outputs`` are a loss.
         """
-        reducer = self._present.reducer
-        reducer.tokens.has_loss = has_loss
-        reducer.backwards.reset()
-        reducer.prepare(outputs, sync=is_last)
+        self._present.prepare_backward(outputs, is_last=is_last, has_loss=has_loss)
 
     def finish(self, problem: str = "") -> None:
         """Waits for the reductions, when the schedule has ended on this stage. Collective over all stages.
@@ -127,25 +118,23 @@ class StagedBackwards:
         group = self._group()
         assert group is not None, "the engine has it"
         assert group.ranks is not None, "it is connected"
-        wanted, refusal = engine.reducer.finish_batch(self._batch, group)
-        engine.move_to(wanted)
+        refusal = engine.finish_batch(self._batch)
         self._state = _State.NONE
         try:
             self._agree(engine, group.ranks, StageError(problem) if problem else refusal)
         except MegastrategyError:
-            self._clear(engine)
+            engine.drop_grads()
             raise
         self._state = _State.MADE
-        self._made = [param.grad for param in engine.grad_buffers.params]
+        self._made = [param.grad for param in engine.params]
 
     def _agree(self, engine: Engine, ranks: Collectives, refusal: MegastrategyError | None) -> None:
         # Between hosts, without waiting for the device. Only the last stage has losses to count.
-        tokens = engine.reducer.tokens
-        [refused, *factor] = ranks.host.max_of_bytes([refusal is not None, *_FACTOR.pack(tokens.factor)])
+        [refused, *factor] = ranks.host.max_of_bytes([refusal is not None, *_FACTOR.pack(engine.token_factor)])
         if not refused:
             [of_last_stage] = _FACTOR.unpack(bytes(factor))
-            if of_last_stage and not tokens.factor:
-                tokens.scale(of_last_stage)
+            if of_last_stage and not engine.token_factor:
+                engine.correct_by_tokens(of_last_stage)
             return
         reason = None if refusal is None else (type(refusal), str(refusal))
         for rank, theirs in enumerate(ranks.all_gather_objects(reason)):
@@ -175,18 +164,16 @@ class StagedBackwards:
         if self._are_left and engine.num_steps == self._num_steps:
             self._state = _State.NONE
             self._are_left = False
-            self._clear(engine)
+            engine.drop_grads()
             raise self._accumulates("no step has used those of the last batch")
         # A zero_grad() of the plain module counts as one before the forward, too.
-        engine.grad_buffers.restore_grads(made)
+        engine.restore_grads(made)
         self._state = _State.READY
         self._num_steps = engine.num_steps
         self._are_left = False
         # Not read from an accelerator: the host would wait for the whole step.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
-            grads = engine.grad_buffers.local_grads(range(len(engine.params)))
-            if grads:
-                torch._foreach_mul_(grads, grad.to(grads[0].dtype))
+            engine.scale_grads(grad)
 
     def takes_zero_grad(self) -> bool:
         """Whether a ``zero_grad`` now counts as one before the forward. Gradients that are ready it drops."""

@@ -66,8 +66,10 @@ class BackendCollectives(Collectives):
 
     def _start(self, what: str, launch: Callable[[], Any]) -> Handle:
         # NCCL connects when it starts, and notices a broken communicator then.
-        with self.translated_errors(what):
+        try:
             work = launch()
+        except RuntimeError as error:
+            self.raise_translated(what, error)
         self._count(what)
         return WorkHandle(what, work.wait, self)
 
@@ -83,7 +85,7 @@ class BackendCollectives(Collectives):
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         tensor = as_real(tensor)
         options = dist.ReduceScatterOptions()
-        own = tensor.chunk(self.size)[self.rank]
+        own = tensor.view(self.size, -1)[self.rank]  # chunk() would make a view for each rank
         _scale(tensor, scale)
         return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options))
 
@@ -104,7 +106,7 @@ class BackendCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
-        own = tensor.chunk(self.size)[self.rank]
+        own = tensor.view(self.size, -1)[self.rank]
         return self._start("all-gather", lambda: self.group._allgather_base(tensor, own))
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
@@ -154,8 +156,10 @@ class WorkHandle(Handle):
     def wait(self) -> None:
         if self._wait is None:  # gloo writes the result once more in a second wait
             return
-        with self._collectives.translated_errors(self._what):
+        try:
             self._wait()
+        except RuntimeError as error:
+            self._collectives.raise_translated(self._what, error)
         self._wait = None
 
 

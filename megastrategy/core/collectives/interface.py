@@ -145,15 +145,18 @@ class Collectives(ABC):
         """Turns errors of a backend, or of a store that ended with its process, into CollectiveError."""
         try:
             yield
-        # It has a text already; CollectiveError is a RuntimeError, too.
-        except MegastrategyError:
-            raise
         except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} of {self.size}: {what} did not complete. Most often another rank ended with an "
-                "error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
-                f"ranks. The backend said: {error}"
-            ) from error
+            self.raise_translated(what, error)
+
+    def raise_translated(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raises CollectiveError for an error of a backend; an error of this package as it is."""
+        if isinstance(error, MegastrategyError):  # it has a text already; CollectiveError is a RuntimeError, too
+            raise error
+        raise CollectiveError(
+            f"rank {self.rank} of {self.size}: {what} did not complete. Most often another rank ended with an "
+            "error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
+            f"ranks. The backend said: {error}"
+        ) from error
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Returns the tensor as the backend gets it."""
@@ -269,10 +272,14 @@ class Collectives(ABC):
         if self.size == 1:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
-        with self._aborting():
-            self.host.all_reduce_max(tensor).wait()
+        self.max_of_facts(tensor)
         agreed: list[int] = tensor.tolist()
         return agreed
+
+    def max_of_facts(self, facts: Tensor) -> None:
+        """Replaces ``facts``, uint8 in host memory, by the maximum over ranks; see :meth:`max_of_bytes`."""
+        with self._aborting():
+            self.host.all_reduce_max(facts).wait()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns every rank's ``data``, by rank; lengths may differ. Collective, between hosts."""

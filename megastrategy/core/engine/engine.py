@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,7 @@ from ..collectives import (
     shard_collectives,
 )
 from ..config import DistributedDataParallelConfig
-from ..errors import LayoutMismatchError, raise_closed
+from ..errors import LayoutMismatchError, MegastrategyError, raise_closed
 from ..events import EventKind, Listener, emit
 from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
@@ -51,7 +52,7 @@ from ..module import (
     option_rows,
     param_spec,
 )
-from ..sync import AcrossReplicas, BackwardWatch, BucketPlanner, ParamGather, Reducer, Replicas
+from ..sync import AcrossReplicas, BackwardWatch, BucketPlanner, DeferredBatch, ParamGather, Reducer, Replicas
 from ..trials import KnownFindings
 from .relayout import relayout
 from .replica_state import ReplicaState, check_supported
@@ -451,6 +452,53 @@ class Engine:
             self.grad_buffers.clear(indices)
         else:
             self.grad_buffers.zero(indices)
+
+    # --- batches of several backwards --------------------------------------------------------------------------------
+    # A pipeline runs all backwards of a batch inside of its forward, and calls these methods.
+
+    def begin_batch(self, batch: DeferredBatch) -> None:
+        """Drops all gradients, and begins a batch: its reductions are waited for in :meth:`finish_batch`."""
+        self.drop_grads()
+        self.reducer.begin_batch(batch)
+
+    def prepare_backward(self, outputs: Any, *, is_last: bool, has_loss: bool) -> None:
+        """Prepares a backward of the batch that starts from ``outputs``; see ``StagedBackwards.before_backward``."""
+        self.reducer.tokens.has_loss = has_loss
+        self.reducer.backwards.reset()
+        self.reducer.prepare(outputs, sync=is_last)
+
+    def finish_batch(self, batch: DeferredBatch) -> MegastrategyError | None:
+        """Ends the batch, and waits for its reductions. Collective over the data-parallel ranks.
+
+        Returns the error with which they reject the gradients, if they do.
+        """
+        copies = next(group for group in self.model_parallel.groups if group.state is not None)
+        wanted, refusal = self.reducer.finish_batch(batch, copies)
+        self.move_to(wanted)
+        return refusal
+
+    def drop_grads(self) -> None:
+        """Drops all gradients."""
+        self.grad_buffers.clear(range(len(self.grad_buffers.params)))
+
+    def restore_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Sets each ``.grad`` that user code has set to None since it was in ``grads``, by parameter."""
+        self.grad_buffers.restore_grads(grads)
+
+    def scale_grads(self, factor: Tensor) -> None:
+        """Multiplies the reduced gradients of this rank by one number."""
+        grads = self.grad_buffers.local_grads(range(len(self.params)))
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
+    @property
+    def token_factor(self) -> float:
+        """The factor of the correction to the mean over tokens; 0.0 if there is none on this rank."""
+        return self.reducer.tokens.factor
+
+    def correct_by_tokens(self, factor: float) -> None:
+        """Multiplies the reduced gradients by the factor of the stage that has the losses."""
+        self.reducer.tokens.scale(factor)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ ranks compare a digest before the first collective. Rules, after Megatron-LM's `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -232,10 +233,20 @@ class BufferLayout:
         """Whether the optimizer steps different memory than the weights."""
         return self.params[param].has_main_param
 
-    @property
+    @functools.cached_property
     def main_dtype(self) -> torch.dtype:
         """The widest dtype that an optimizer steps: 16-bit parameters have fp32 main params."""
         return torch.float64 if any(spec.dtype == torch.float64 for spec in self.params) else torch.float32
+
+    @functools.cached_property
+    def norm_dtype(self) -> torch.dtype:
+        """The dtype of gradient norms: fp64 if a gradient has it."""
+        return torch.float64 if any(spec.grad_dtype == torch.float64 for spec in self.params) else torch.float32
+
+    @functools.cached_property
+    def has_copies(self) -> bool:
+        """Whether other pipeline stages have some of the parameters, too."""
+        return any(spec.needs_own_bucket for spec in self.params)
 
     def pieces(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Divides every shard of the bucket into parts ``[start, end)``, one for each collective: as few, and as equal,

@@ -29,7 +29,7 @@ class GradHook:
     """A parameter's hook, with a weak reference, so that a model that is never closed is freed."""
 
     def __init__(self, reducer: GradListener, index: int) -> None:
-        self.reducer = weakref.ref(reducer)
+        self.reducer = self.megastrategy_reducer = weakref.ref(reducer)
         self._index = index
 
     def __call__(self, param: Tensor) -> None:
@@ -92,8 +92,8 @@ class GradHooks:
 def reducers_of(param: Parameter) -> list[Any]:
     """Returns the reducer, if it is alive and not closed, whose hook the parameter has: at most one."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
-    found = [hook.reducer() for hook in hooks if isinstance(hook, GradHook)]
-    return [reducer for reducer in found if reducer is not None]
+    reducers = [getattr(hook, "megastrategy_reducer", lambda: None)() for hook in hooks]
+    return [reducer for reducer in reducers if reducer is not None]
 
 
 def is_wrapped(param: Parameter) -> bool:

@@ -112,7 +112,7 @@ class ModuleWatch:
         """Returns the module's buffers, each once, without a walk of its modules, which would take milliseconds."""
         found = {
             id(buffer): buffer
-            for buffers, ignored in self._buffers
+            for buffers, ignored in filter(operator.itemgetter(0), self._buffers)
             for key, buffer in buffers.items()
             if buffer is not None and key not in ignored
         }

@@ -21,7 +21,7 @@ def close_other_engines(params: Iterable[Parameter]) -> None:
     """Closes the engines that have any of these parameters."""
     for param in params:
         for reducer in reducers_of(param):
-            engine = reducer.backwards.engine()
+            engine = reducer.engine()
             assert engine is not None, "it has the reducer"
             wrapper: Any = engine.wrapper()
             (engine if wrapper is None else wrapper).close()

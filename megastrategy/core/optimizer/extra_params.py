@@ -73,10 +73,14 @@ class ExtraParams:
 
     def stepped(self) -> list[list[Tensor]]:
         """Returns the extra parameters that have a gradient, by group."""
-        stepped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        return [[param for param in group if param.grad is not None] for group in self.by_group()]
+
+    def by_group(self) -> list[list[Tensor]]:
+        """Returns all extra parameters, by group."""
+        params: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for (number, _), param in zip(self._places, self.params, strict=True):
-            stepped[number] += [param] if param.grad is not None else []
-        return stepped
+            params[number].append(param)
+        return params
 
     def names_by_id(self) -> dict[int, str]:
         """Returns names for a checkpoint directory, where state is kept by name."""

@@ -25,7 +25,7 @@ def load_as_torchs(optimizer: Optimizer, saved: Mapping[str, Any], local_parts: 
     """Loads a full state by Parameter, without the user's hooks. The groups stay the objects that they are."""
     groups, state, numbers = optimizer.param_groups, optimizer.state, number_params(optimizer)
     params: dict[int, Parameter] = {numbers[id(param)]: param for group in groups for param in group["params"]}
-    by_number = {number: _as_kept(values, params.get(number), local_parts) for number, values in saved["state"].items()}
+    by_number = {number: as_kept(values, params.get(number), local_parts) for number, values in saved["state"].items()}
     others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     loading: Any = optimizer
     is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
@@ -43,7 +43,7 @@ def load_as_torchs(optimizer: Optimizer, saved: Mapping[str, Any], local_parts: 
     optimizer.state.update(others)
 
 
-def _as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: LocalParts) -> Mapping[str, Any]:
+def as_kept(values: Mapping[str, Any], param: Parameter | None, local_parts: LocalParts) -> Mapping[str, Any]:
     """Converts the state of a tensor-parallel parameter to DTensors, which torch's optimizers keep for one."""
     if param is None or (part := local_parts.local_view(param)) is param:
         return values

@@ -118,6 +118,7 @@ class Reducer:
         self._prepared = Preparation()
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self.backwards = backwards
+        self.engine = backwards.engine
         self._missing: list[int] = []  # gradients still to come, by bucket
         self._launched = LaunchedBuckets(collectives, ranks_of, listener, across=across)
         self._used, self._late = UsedParams(config), LateGrads()

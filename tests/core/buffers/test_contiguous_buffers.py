@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
+from tests.support.data_path import NEW
 from tests.support.ranks import run_ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -58,6 +59,7 @@ class Zeroed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(NEW, reason="nothing is zeroed before a backward")
 @pytest.mark.parametrize("mode", MODES)
 def test_only_small_gradients_gaps_and_sums_are_zeroed(mode: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ParameterChangedError, ReducedGradError
+from tests.support.data_path import NEW
 from tests.support.ranks import run_ranks
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -353,6 +354,24 @@ def test_a_graph_of_the_backward_does_not_lose_reduced_gradients() -> None:
     assert_ends_alike(program, SHARDED["contiguous"], 1e-6, optimizer="SGD")
 
 
+@pytest.mark.skipif(not NEW, reason="the old data path refuses it")
+@sharded
+def test_a_stand_in_that_is_put_back_before_a_backward_is_the_gradient(options: dict[str, Any]) -> None:
+    def look(model: DistributedDataParallel, net: Net) -> None:
+        kept = net.first.weight.grad
+        before = model.full_grad(net.first.weight)
+        model.zero_grad()
+        net.first.weight.grad = kept
+        after = model.full_grad(net.first.weight)
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after)
+        assert before.any()
+
+    after_a_backward(options, look)
+
+
+@pytest.mark.skipif(NEW, reason="the gradient is there until the next backward")
 @sharded
 def test_a_stand_in_that_is_put_back_after_a_drop_is_refused(options: dict[str, Any]) -> None:
     """Its gradient is gone. Code that stashes ``.grad`` would train with zeros otherwise."""

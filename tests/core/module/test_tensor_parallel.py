@@ -15,6 +15,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.layout.layout import PARAM_ALIGNMENT_NUMEL
 from megastrategy.errors import NonFiniteGradError
 from tests.support.comparison import message
+from tests.support.data_path import buffers_of
 from tests.support.optimizers import Lamb
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import (
@@ -142,20 +143,20 @@ def fresh(mesh: Any, **options: Any) -> Trainee:
 def bytes_of(mesh: Any) -> dict[str, int]:
     trainee = fresh(mesh)
     trainee.train(range(1))
-    engine, layout = trainee.model.engine, trainee.model.layout
+    layout = trainee.model.layout
+    weights, gradients = buffers_of(trainee.model)
     local = [getattr(p, "_local_tensor", p) for p in trainee.module.parameters()]
-    assert engine.param_buffers is not None
     state = trainee.optimizer.optimizer.state.values()
     found = {
         "local": sum(-(-p.numel() // PARAM_ALIGNMENT_NUMEL) * PARAM_ALIGNMENT_NUMEL for p in local),
         "whole": sum(p.numel() for p in trainee.module.parameters()),
-        "weights": sum(flat.numel() for flat in engine.param_buffers.flats),
-        "gradients": sum(flat.numel() for flat in engine.grad_buffers.flats),  # type: ignore[attr-defined]
+        "weights": sum(flat.numel() for flat in weights),
+        "gradients": sum(flat.numel() for flat in gradients),
         "padding": 128 * 2 * len(layout.buckets),
         "state": sum(v.numel() for kept in state for v in kept.values() if v.dim() > 0),
     }
-    in_buffers = [flat.untyped_storage().data_ptr() for flat in engine.param_buffers.flats]
-    ends = [start + flat.nbytes for start, flat in zip(in_buffers, engine.param_buffers.flats, strict=True)]
+    in_buffers = [flat.untyped_storage().data_ptr() for flat in weights]
+    ends = [start + flat.nbytes for start, flat in zip(in_buffers, weights, strict=True)]
     found["outside"] = sum(
         not any(start <= p.data_ptr() < end for start, end in zip(in_buffers, ends, strict=True)) for p in local
     )

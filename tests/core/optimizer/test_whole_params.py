@@ -20,6 +20,7 @@ from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.memory import memory_use
 from megastrategy.core.layout.owners import Owners
 from tests.support import optimizers
+from tests.support.data_path import NEW, kept_numel, main_params_of, owners_of
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, try_ranks
@@ -123,25 +124,20 @@ def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, d
             for optimizer in (muon, adamw):
                 optimizer.step()
                 optimizer.zero_grad()
-        own = [index for index, owner in model.engine.owners.rank_of.items() if owner == rank]
+        own = [index for index, owner in owners_of(model).rank_of.items() if owner == rank]
         expected = sum(model.layout.params[index].numel for index in own)
         assert len(own) <= math.ceil(len(matrices) / size)
         kept = [value for values in muon.state.values() for value in values.values() if isinstance(value, Tensor)]
         assert sum(value.nbytes for value in kept) == 4 * expected, "momentum is in fp32, as of main params"
-        mains = [
-            shard.main
-            for index, shard in muon._impl.shard_set.shards.items()
-            if model.layout.params[index].has_main_param
-        ]
-        assert sum(main.nbytes for main in mains) == (4 * expected if dtype == torch.bfloat16 else 0)
-        counts = {**adamw._impl.shard_set.num_kept(), **muon._impl.shard_set.num_kept()}
+        mains = main_params_of(muon)
+        assert sum(main.nbytes for main in mains.values()) == (4 * expected if dtype == torch.bfloat16 else 0)
+        impls: list[Any] = [adamw._impl, muon._impl] if NEW else [adamw._impl.shard_set, muon._impl.shard_set]  # type: ignore[attr-defined]
+        counts = impls[0].num_kept() | impls[1].num_kept()
         assert sorted(counts.values()) == [1, 1, 2, 2]
-        use = memory_use(model.layout, rank, counts, model.engine.owners.rank_of)
-        flat = [value for values in adamw.state.values() for value in values.values() if value.dim() > 0]
-        mains += [
-            shard.main for i, shard in adamw._impl.shard_set.shards.items() if model.layout.params[i].has_main_param
-        ]
-        assert use.state_bytes == sum(value.nbytes for value in [*kept, *flat, *mains])
+        use = memory_use(model.layout, rank, counts, owners_of(model).rank_of)
+        mains |= main_params_of(adamw)
+        of_state = 4 * (kept_numel(adamw) + kept_numel(muon))
+        assert use.state_bytes == of_state + sum(main.nbytes for main in mains.values())
         return expected
 
     owned = run_ranks(size, run)
@@ -166,19 +162,22 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
         calls, model = doubles[0], training.model
         calls.calls.clear()
         training.step(1)
-        owners, layout = model.engine.owners, model.layout
+        owners, layout = owners_of(model), model.layout
         whole = {layout.slots[param].bucket for param in owners.rank_of}
         moving = {
             bucket
             for bucket in whole
             if not all(owners.is_held_by_owner(p) for p in layout.buckets[bucket].params if p in owners.rank_of)
         }
-        assert len(calls.named("all_to_all")) == len(moving)
+        num_exchanges = min(len(moving), 1) if NEW else len(moving)  # one for each buffer, or for each bucket
+        assert len(calls.named("all_to_all")) == num_exchanges
         assert len(calls.named("gather_spans")) == len(whole)
         exchanges = {"all_to_all", "gather_spans", "all_gather"}
         names = [call.name for call in calls.calls if call.name in exchanges]
-        assert names[: len(moving)] == len(moving) * ["all_to_all"], "before anything is stepped and gathered"
-        stepped = {layout.slots[param].bucket for param in training.optimizer._impl.shard_set.param_indices()}
+        assert names[:num_exchanges] == num_exchanges * ["all_to_all"], "before anything is stepped and gathered"
+        groups = training.optimizer.param_groups
+        indices = [model.engine.index_by_id[id(param)] for group in groups for param in group["params"]]
+        stepped = {layout.slots[param].bucket for param in indices}
         assert len(calls.named("all_gather")) == len(stepped - whole)
         sent = sum(call.numel for call in calls.named("all_to_all"))
         expected = sum(
@@ -266,13 +265,14 @@ def test_a_parameter_that_joins_later_gets_an_owner(dtype: torch.dtype) -> None:
             optimizer.add_param_group({"params": [module[0].bias, module[2].bias], "lr": 0.01})
             train(model, optimizer, rank, range(4, 6))
             ends.append(([param.detach().clone() for param in module.parameters()], optimizer.state_dict()))
-            assert len(model.engine.owners.rank_of) == (4 if sharded else 0)
+            assert len(owners_of(model).rank_of) == (4 if sharded else 0)
         assert same(ends[0][0], ends[1][0])
         assert rank or same(ends[0][1], ends[1][1])
 
     run_ranks(2, run)
 
 
+@pytest.mark.skipif(NEW, reason="a plan is made once")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,10 +285,10 @@ def test_another_layout_before_the_first_step(kind: str, dtype: torch.dtype) -> 
             module, model = model_on(group, dtype)
             optimizer = DistributedOptimizer(KINDS[kind](list(module.parameters())), model)
             if moves:
-                before = dict(model.engine.owners.rank_of)
+                before = dict(owners_of(model).rank_of)
                 other = build_layout(model.layout.params, DistributedDataParallelConfig(bucket_size=77), 3)
                 assert relayout(model.engine, other)
-                assert model.engine.owners.rank_of == before
+                assert owners_of(model).rank_of == before
             train(model, optimizer, rank, range(3))
             state, mains = optimizer.state_dict(), optimizer.main_params()
             ends.append(([param.detach().clone() for param in module.parameters()], state, mains))
@@ -376,7 +376,7 @@ def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_tim
     def run(rank: int, group: ProcessGroup) -> None:
         module, model = model_on(group)
         optimizer = DistributedOptimizer(optimizers.MatricesAndRest([{"params": list(module.parameters())}]), model)
-        assert not optimizer._impl.shard_set.whole.indices
+        assert not owners_of(model).rank_of
         for _ in range(2):
             optimizer.param_groups[0]["by_row"] = True
             model(batch(rank, 0)).square().mean().backward()

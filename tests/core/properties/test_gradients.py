@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.data_path import grads_of
 from tests.support.gradients import (
     ENGINE_IDS,
     ENGINES,
@@ -183,7 +184,9 @@ def test_autograd_adds_into_the_buffer_without_a_copy(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
-        flat = model.engine.grad_buffers.flats[0]  # type: ignore[attr-defined]
+        one_backward(model, rank)  # at whose end the buffer is made
+        model.zero_grad()
+        [flat] = grads_of(model)
         with model.no_sync():
             for _ in range(2):
                 one_backward(model, rank)

@@ -1,0 +1,217 @@
+"""The window of one reducer's gradients in which losses are weighed by tokens.
+
+See loss_tokens' [Note: gradients of a mean over tokens]: the gradient of each loss is multiplied by ``n / unit`` where
+its backward begins, and the reduced gradients once by ``unit / mean(n)``.
+
+[Note: which losses one mean covers]
+A window begins with the first prepared backward after gradients were dropped, or used by a step, and ends with the
+backward that the user synchronises. A window in which only some losses are counted is an error on all ranks, and so is
+a second synchronised backward before its gradients are used: users may want one mean of two, or the sum of both.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..collectives import Collectives, is_same_on_all_ranks
+from ..errors import LossTokensError
+from ..sync.loss_tokens import ALL, NONE, OTHER_TENSOR_RANKS, describe_counting
+from .bucket import Bucket, get_grad
+
+_SUMS = struct.Struct("<dI")
+"""The sum of a rank's weights, and the number of its losses."""
+_FIRST_UNIT = 2.0**8
+_SOME = "counted some of its losses and not others"
+_AFTER_A_SYNC = "ran a backward after a synchronised one, whose gradients were not used or dropped"
+_DROPPED_IN_PART = "dropped the gradients of some parameters between two microbatches, and kept others"
+_UNPREPARED = "ran a backward that no forward of the wrapped model prepared, of a loss that was counted"
+_UNSEEN = "called loss_tokens(n), and then backward() of the loss itself instead of the framework's backward"
+
+
+class TokenWindow:
+    """Counts the losses of a window, and corrects its reduced gradients.
+
+    Attributes:
+        is_used: whether a loss was ever counted, on any rank.
+        announced: the count for the next backward, if it was announced before the loss.
+        unit: a power of two near the last mean, the same on all ranks.
+        open_unit: the unit of losses that are not corrected yet; None if there are none.
+        has_loss: whether the running backward begins from a loss; that of a stage may begin from its outputs.
+        is_of_batch: whether a window begins only where :meth:`drop` is called.
+        state: a description of the window on this rank; None before its first backward.
+        factor: the factor of the last correction; 0.0 if there was none.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.is_used = False
+        self.announced: float | None = None
+        self.unit = _FIRST_UNIT
+        self.open_unit: float | None = None
+        self.has_loss = True
+        self.is_of_batch = False
+        self.state: str | None = None
+        self.factor = 0.0
+        self._params = params
+        self._arrived: list[float] = []  # weights of losses whose backward is under way
+        self._weights = 0.0
+        self._num_losses = 0
+        self._is_final = False
+        self._num_steps = 0  # when the window ended
+        self._seen = b""  # a byte for each parameter: whether it had a gradient after the last backward
+
+    def begin_use(self) -> TokenWindow:
+        """Begins to count losses."""
+        if not self.is_used:
+            self.is_used = True
+            self.state = NONE if any(self._flags()) and not self._is_final else None
+        return self
+
+    def pop_announced(self) -> float | None:
+        """Removes and returns the count that was announced for the next loss."""
+        count = self.announced
+        self.announced = None
+        return count
+
+    def _flags(self) -> bytes:
+        return bytes(grad is not None for grad in map(get_grad, self._params))
+
+    def arrive(self, weight: float, unit: float) -> None:
+        """Called when the backward of a loss of this weight has begun."""
+        self._arrived.append(weight)
+        self.open_unit = unit
+
+    def begin_backward(self, num_steps: int) -> None:
+        """Begins a new window if the gradients of this one were dropped, or were final and have been used."""
+        if not self.is_used or self.is_of_batch:
+            return
+        now = self._flags()
+        required = map(operator.attrgetter("requires_grad"), self._params)
+        # Without frozen ones, which may belong to another optimizer (toggle_optimizer), and get nothing now.
+        had = [place for place, (flag, needs) in enumerate(zip(self._seen, required, strict=False)) if flag and needs]
+        kept = [place for place in had if now[place]]
+        if self._arrived:
+            self.state = _UNPREPARED
+            self._arrived = []
+        elif self._is_final:
+            is_unused = bool(kept) and self._num_steps == num_steps
+            were_counted = self.state is not NONE
+            self._begin_window()
+            if is_unused:  # without counted losses the sum of two means is allowed, as under torch DDP
+                self.state = _AFTER_A_SYNC if were_counted else NONE
+        elif not kept:
+            self._begin_window()
+        elif len(kept) < len(had):
+            self.state = _DROPPED_IN_PART
+
+    def end_backward(self) -> None:
+        """Called when a prepared backward has ended."""
+        if not self.is_used:  # another rank may count its losses
+            self.state = NONE if self.has_loss else self.state
+            return
+        weights = self._arrived
+        self._arrived = []
+        self._weights += sum(weights)
+        self._num_losses += len(weights)
+        if self.announced is not None:
+            self.announced = None
+            self.state = _UNSEEN
+        elif self.state in (None, NONE, ALL) and (weights or self.has_loss):
+            state = ALL if weights else NONE
+            self.state = state if self.state in (None, state) else _SOME
+        self._seen = self._flags()
+
+    def _begin_window(self) -> None:
+        self.state = None
+        self._weights = 0.0
+        self._num_losses = 0
+        self._is_final = False
+
+    def drop(self) -> None:
+        """Begins a new window after all gradients were dropped, also those of a backward that raised."""
+        self._begin_window()
+        self._arrived = []
+        self._seen = b""
+        self.open_unit = None
+        self.factor = 0.0
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a step may use the gradients of the window; True without any."""
+        return self._is_final or self.state is None
+
+    @property
+    def counting(self) -> tuple[bool, bool]:
+        """Whether a loss of the window was counted, and whether one was not; both for any other error."""
+        return self.state not in (None, NONE), self.state not in (None, ALL)
+
+    # --- reduced gradients --------------------------------------------------------------------------------------------
+
+    def finish(
+        self, buckets: Sequence[Bucket], ranks: Collectives, tensor_ranks: Collectives | None, num_steps: int
+    ) -> None:
+        """Corrects reduced gradients to the mean over tokens of all ranks. Collective.
+
+        Raises:
+            LossTokensError: on all ranks, if ``tensor_ranks`` counted different tokens: replicated parameters would get
+                different weights on each of them.
+        """
+        weights, num_losses = self._sums(ranks, tensor_ranks)
+        self._correct(buckets, weights, num_losses)
+        self.end_window(num_steps)
+
+    def end_window(self, num_steps: int) -> None:
+        """Records that the gradients are final: a step may use them."""
+        self._is_final = True
+        self._num_steps = num_steps
+        if self.is_used:
+            self._seen = self._flags()
+
+    def _sums(self, ranks: Collectives, tensor_ranks: Collectives | None) -> tuple[float, int]:
+        sums = _SUMS.pack(self._weights, self._num_losses)
+        # Each rank has bytes of its own, for which the others send zeros: one exchange, sums in the order of the ranks.
+        table = bytearray(len(sums) * ranks.size)
+        table[ranks.rank * len(sums) : (ranks.rank + 1) * len(sums)] = sums
+        of_ranks = bytes(ranks.max_of_bytes(table))
+        if tensor_ranks is not None and not is_same_on_all_ranks(of_ranks, tensor_ranks):
+            raise LossTokensError(OTHER_TENSOR_RANKS)
+        weights, numbers = zip(*_SUMS.iter_unpack(of_ranks), strict=True)
+        return sum(weights), sum(numbers)
+
+    def finish_on_this_rank(self, buckets: Sequence[Bucket], rank: str, num_steps: int) -> None:
+        """Corrects gradients that were not reduced, before a step uses them.
+
+        Raises:
+            LossTokensError: if the losses were not all counted.
+        """
+        if self.state not in (None, NONE, ALL):
+            raise LossTokensError(describe_counting({rank: self.state}))
+        if self._num_losses and not self._is_final:
+            self._correct(buckets, self._weights, self._num_losses)
+            self.end_window(num_steps)
+
+    def _correct(self, buckets: Sequence[Bucket], weights: float, num_losses: int) -> None:
+        unit = self.unit if self.open_unit is None else self.open_unit
+        self._weights = 0.0
+        self._num_losses = 0
+        self.open_unit = None
+        self.factor = 0.0
+        if weights == 0.0:  # without any token every gradient is zero
+            return
+        self.factor = num_losses / weights
+        self.unit = unit * 2.0 ** round(math.log2(weights / num_losses))
+        self.scale(buckets, self.factor)
+
+    def scale(self, buckets: Sequence[Bucket], factor: float) -> None:
+        """Multiplies the gradients that a step may use on this rank."""
+        grads: list[Tensor] = [grad for bucket in buckets for grad in bucket.final_grads()]
+        if not buckets:  # before there is a plan
+            grads = [grad for grad in map(get_grad, self._params) if grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)

@@ -1,0 +1,93 @@
+"""``offload_optimizer_states``: main params and state are in host memory, where the step runs, and no bit changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core import devices
+from tests.support.data_path import NEW
+from tests.support.given import Ours, adam, assert_same_file, momentum, trained
+from tests.support.ranks import run_ranks
+from tests.support.two_memories import TwoMemories, told_apart
+
+ON_HOST = {"offload_optimizer_states": True}
+new_path = pytest.mark.skipif(not NEW, reason="the old path steps on the device")
+
+
+@contextlib.contextmanager
+def accelerator() -> Iterator[None]:
+    """Makes the engine take the processor for an accelerator with a memory of its own."""
+    with told_apart(), mock.patch.object(devices, "is_on_host", return_value=False):
+        yield
+
+
+class OursThere(Ours):
+    """Every operation is watched: none may use tensors of both memories, except copies."""
+
+    def __init__(self, group: ProcessGroup, make: Any, dtype: torch.dtype, **options: Any) -> None:
+        self.memories = TwoMemories()
+        with self.memories:
+            super().__init__(group, make, dtype, **ON_HOST, **options)
+
+    def train(self, steps: range) -> None:
+        with self.memories:
+            super().train(steps)
+
+    def state_tensors(self) -> list[Tensor]:
+        impl = self.optimizer._impl
+        state = [v for values in impl.inner.state.values() for v in values.values() if v.dim() > 0]
+        return [*state, *(run.main for run in impl.runs)]
+
+
+@new_path
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_on_the_host_and_files_are_those_without(dtype: torch.dtype, make: Any) -> None:
+    """A file goes on on the device, and one of the device goes on here."""
+
+    def run(rank: int, group: ProcessGroup, before: Any) -> Any:
+        ours = OursThere(group, make, dtype)
+        if before is not None:
+            ours.load(before)
+        first = 0 if before is None else 2
+        ours.train(range(first, first + 2))
+        tensors = ours.state_tensors()
+        assert len(tensors) >= 2
+        assert all(map(ours.memories.is_on_host, tensors))
+        assert not any(map(ours.memories.is_on_host, ours.module.parameters()))
+        file = ours.file()
+        ours.model.close()
+        return file
+
+    with accelerator():
+        first = run_ranks(2, lambda rank, group: run(rank, group, None))[0]
+    expected = trained(2, make, dtype, range(2))
+    assert_same_file(first, expected)
+    with accelerator():
+        resumed = run_ranks(2, lambda rank, group: run(rank, group, expected))[0]
+    assert_same_file(resumed, trained(2, make, dtype, range(2, 4), first))
+
+
+@new_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_changed_between_steps_are_taken(dtype: torch.dtype) -> None:
+    def run(rank: int, group: ProcessGroup, kind: type[Ours]) -> list[Tensor]:
+        ours = kind(group, adam, dtype)
+        ours.train(range(2))
+        for weight in ours.module.weights:
+            weight.data.mul_(2)
+        ours.train(range(2, 4))
+        return [weight.detach().clone() for weight in ours.module.weights]
+
+    with accelerator():
+        [mine, _] = run_ranks(2, lambda rank, group: run(rank, group, OursThere))
+    [expected, _] = run_ranks(2, lambda rank, group: run(rank, group, Ours))
+    assert all(map(torch.equal, mine, expected))
