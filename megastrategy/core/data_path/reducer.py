@@ -149,7 +149,7 @@ class Reducer:
         self._has_pooled_experts = False
         self._num_arrivals_before = 0  # those of earlier backwards of the batch
         self._refusal: MegastrategyError | None = None  # of a backward of the batch, with pooled gradients
-        self._is_batch_unfinished = False  # from its begin until its reductions have ended
+        self._is_batch_unfinished = False  # from its first backward until its reductions have ended
         self._is_running = False
         self._is_syncing = False
         self._is_unreduced = False  # after a backward of pooled gradients in a batch, which the next one waits for
@@ -314,7 +314,7 @@ class Reducer:
     def forward_failed(self, error: BaseException, *, syncs: bool) -> None:
         """Called when a forward that trains has raised; see [Note: an error in user code]."""
         if self.batch is not None and not self._is_batch_unfinished:
-            return  # its reductions have ended on all ranks
+            return  # all stages have refused it before its first backward, or its reductions have ended
         if (syncs or self.layout.is_pooled) and not inside_backward():
             self._failure = f"{type(error).__name__}: {error}"
 
@@ -355,6 +355,7 @@ class Reducer:
         if self._is_unreduced:
             self._finish_one_of_batch()
         self._is_running = True
+        self._is_batch_unfinished = self._is_in_batch
         self._ends_window = self._should_sync(decision)
         self._is_syncing = self._ends_window or self.layout.is_pooled
         self._has_pooled_experts = self.layout.is_pooled and len(self.layout.domains) > 1
@@ -526,7 +527,7 @@ class Reducer:
         self.drop()
         batch.begin()
         self.tokens.is_of_batch = True
-        self._is_batch_unfinished = True
+        self._is_batch_unfinished = False
         self._refusal = None
         self._arrivals.clear()
         self._open_buckets()
