@@ -39,11 +39,11 @@ class BackendCollectives(Collectives):
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         every = torch.zeros(self.size, device=device)
-        own = every.chunk(self.size)[self.rank]
+        shard = every.chunk(self.size)[self.rank]
         # NCCL's memory does not come from torch's allocator: if that has taken all memory, connecting fails.
         with self.translated_errors("connecting"):
-            self.group._reduce_scatter_base(own, every, dist.ReduceScatterOptions()).wait()
-            self.group._allgather_base(every, own).wait()
+            self.group._reduce_scatter_base(shard, every, dist.ReduceScatterOptions()).wait()
+            self.group._allgather_base(every, shard).wait()
             if exchanges:
                 self._all_to_all(torch.empty_like(every), every).wait()
 
@@ -85,9 +85,9 @@ class BackendCollectives(Collectives):
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         tensor = as_real(tensor)
         options = dist.ReduceScatterOptions()
-        own = tensor.view(self.size, -1)[self.rank]  # chunk() would make a view for each rank
+        shard = tensor.view(self.size, -1)[self.rank]  # chunk() would make a view for each rank
         _scale(tensor, scale)
-        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options))
+        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(shard, tensor, options))
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, in an order of its own.
@@ -106,8 +106,8 @@ class BackendCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
-        own = tensor.view(self.size, -1)[self.rank]
-        return self._start("all-gather", lambda: self.group._allgather_base(tensor, own))
+        shard = tensor.view(self.size, -1)[self.rank]
+        return self._start("all-gather", lambda: self.group._allgather_base(tensor, shard))
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
         # In place, without the scratch memory of an uneven gather: a broadcast for each span, all in flight at once.

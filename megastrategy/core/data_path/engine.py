@@ -446,18 +446,21 @@ class Engine:
 
     def announce(self, log: Callable[[str], None]) -> None:
         """Describes the setup, in lines, through ``log``, which prints on rank 0 only."""
-        kept: dict[int, int] | None = {}
+        state_tensors: dict[int, int] | None = {}
         rank_of: dict[int, int] = {}
         for optimizer in (optimizer for ref in self.optimizers if (optimizer := ref()) is not None):
-            of_one = optimizer.num_kept()
-            kept = None if kept is None or of_one is None else kept | of_one
+            of_optimizer = optimizer.num_kept()
+            if state_tensors is None or of_optimizer is None:
+                state_tensors = None
+            else:
+                state_tensors |= of_optimizer
             rank_of |= optimizer.owners()
         log(
             describe_setup(
                 self.layout,
                 self.collectives.rank,
                 self.config.overlap_grad_reduce,
-                kept if self.has_optimizer else None,
+                state_tensors if self.has_optimizer else None,
                 owners=Owners(self.layout, rank_of),
                 device=self.device,
             )

@@ -78,13 +78,13 @@ def _send_round(
         for (start, end), part in zip(ranges, to_host(parts) if onto_host else parts, strict=True):
             write(start, end, part)
 
-    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+    peers = [rank for rank in range(ranks.size) if rank != ranks.rank]
     local = intersect(held[ranks.rank], wanted[ranks.rank])
     write_all(local, [read(start, end) for start, end in local])
-    if not others:
+    if not peers:
         return
-    sent = {rank: intersect(held[ranks.rank], wanted[rank]) for rank in others}
-    received = {rank: intersect(held[rank], wanted[ranks.rank]) for rank in others}
+    sent = {rank: intersect(held[ranks.rank], wanted[rank]) for rank in peers}
+    received = {rank: intersect(held[rank], wanted[ranks.rank]) for rank in peers}
     parts = [read(start, end).to(empty) for ranges in sent.values() for start, end in ranges]
     packed = torch.cat(parts) if parts else empty
     sizes = [_numel(sent.get(rank, ())) for rank in range(ranks.size)]

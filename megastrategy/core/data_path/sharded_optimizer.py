@@ -9,6 +9,7 @@ gradients and shapes, see Parameters. The state is keyed by runs always.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,8 +73,10 @@ class ShardedOptimizer:
         self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
         self._is_called_by_us = False
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self._known_groups: tuple[Any, ...] = ()
-        self._known: tuple[Any, ...] = ()  # the groups' lists of parameters, and the plan, for which there are runs
+        self._lists: list[list[Parameter]] = []  # of parameters, by group
+        self._sizes: list[int] = []
+        self._num_updates = 0  # of what is read from the groups
+        self._runs_are_of: tuple[BufferLayout, int] | None = None  # the plan, and the update of the groups
         self._group_of: dict[int, int] = {}  # by parameter in the layout
         self._pointers: list[int] = []  # of the memory of ``_params``, without shards
         self._params: list[Parameter] = []  # of the model and of this optimizer
@@ -142,7 +145,7 @@ class ShardedOptimizer:
         options = (group.get(name) for group in self.inner.param_groups for name in ("lr", "weight_decay", "momentum"))
         return [float(option) for option in options if isinstance(option, int | float)]  # a tensor may be on a device
 
-    # --- trials of new options --------------------------------------------------------------------------
+    # --- trials of new options ----------------------------------------------------------------------------------------
 
     def try_options(self) -> str | None:
         """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
@@ -166,7 +169,6 @@ class ShardedOptimizer:
 
     def _check_not_divided(self) -> None:
         """Raises OptimizerNotShardableError if a parameter with flat shards was put into a group of whole ones."""
-        self._update_groups()
         for index in sorted(self._divided):
             number = self._group_of.get(index)
             if number in self._whole_groups:
@@ -192,11 +194,11 @@ class ShardedOptimizer:
         """Raises LayoutMismatchError if the ranks have other groups of whole parameters. Collective."""
         if not (self.is_sharded and self._whole_groups):
             return
-        every = self.engine.collectives.all_gather_objects(sorted(self.owners().items()))
-        if any(others != every[0] for others in every):
+        of_ranks = self.engine.collectives.all_gather_objects(sorted(self.owners().items()))
+        if any(owners != of_ranks[0] for owners in of_ranks):
             raise LayoutMismatchError(
                 "ranks disagree on which parameters are stepped whole: their optimizers have different groups or "
-                f"options. The number of these parameters by rank: {[len(others) for others in every]}"
+                f"options. The number of these parameters by rank: {[len(owners) for owners in of_ranks]}"
             )
 
     def _learn(self, findings: Findings | None) -> str | None:
@@ -209,11 +211,13 @@ class ShardedOptimizer:
 
     def _update_groups(self) -> None:
         index_by_id = self.engine.index_by_id
-        lists = [(id(group["params"]), len(group["params"])) for group in self.inner.param_groups]
-        known = (len(index_by_id), *lists)
-        if known == self._known_groups:
+        lists = [group["params"] for group in self.inner.param_groups]
+        sizes = [len(index_by_id), *map(len, lists)]
+        if sizes == self._sizes and all(map(operator.is_, lists, self._lists)):
             return
-        self._known_groups = known
+        self._lists = lists  # referenced, so that no later list has the address of one of them
+        self._sizes = sizes
+        self._num_updates += 1
         self._group_of = {}
         self._params = []
         for number, group in enumerate(self.inner.param_groups):
@@ -228,9 +232,8 @@ class ShardedOptimizer:
         memory = self.engine.reducer.memory
         if memory is None or not self.has_runs or self.is_given_back:
             return
-        lists = [(id(group["params"]), len(group["params"])) for group in self.inner.param_groups]
-        known = (memory.layout, *lists)
-        if known == self._known:
+        self._update_groups()
+        if self._runs_are_of == (memory.layout, self._num_updates):
             return
         self._check_not_whole_elsewhere()
         self._check_not_divided()
@@ -240,7 +243,6 @@ class ShardedOptimizer:
             self.pending = {}
         for run in self.runs:
             self.inner.state.pop(run.main, None)
-        self._update_groups()
         named |= state.taken_from(self)  # of parameters that were frozen
         reducer = self.engine.reducer
         if self.is_sharded:
@@ -252,7 +254,7 @@ class ShardedOptimizer:
         else:
             parts = {index: self.engine.local_parts.local_view(self.engine.params[index]) for index in self._group_of}
             runs = make_unsharded_runs(memory, reducer.buckets, self._group_of, parts)
-        self._known = known
+        self._runs_are_of = (memory.layout, self._num_updates)
         self._buckets = [
             bucket for bucket in reducer.buckets if not self._group_of.keys().isdisjoint(bucket.plan.params)
         ]
@@ -417,7 +419,7 @@ class ShardedOptimizer:
         if memory is not None and memory.weights is not None:
             memory.weights.recapture()
         elif self.runs and self._pointers_now() != self._pointers:
-            self._known = ()  # user code gave parameters other memory, and new runs are made
+            self._runs_are_of = None  # user code gave parameters other memory, and new runs are made
 
     def _pointers_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, map(self.engine.local_parts.local_view, self._params)))
