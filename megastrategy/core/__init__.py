@@ -62,7 +62,7 @@ from .torch_ddp_surface import config_from_arguments
 from .trials import KnownFindings
 
 # The private switch between the two data paths while both exist.
-if os.environ.get("MEGASTRATEGY_DATA_PATH") == "new":
+if os.environ.get("MEGASTRATEGY_DATA_PATH") != "old":
     from .data_path import DistributedDataParallel, DistributedOptimizer  # type: ignore[assignment]
 
 __all__ = [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megastrategy.core.layout.owners import Owners
 
-NEW = os.environ.get("MEGASTRATEGY_DATA_PATH") == "new"
+NEW = os.environ.get("MEGASTRATEGY_DATA_PATH") != "old"
 
 
 def buffers_of(model: Any) -> tuple[list[Tensor], list[Tensor]]:
