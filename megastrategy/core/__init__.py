@@ -4,8 +4,6 @@ README.md beside this file lists its ten folders, and the path of one gradient t
 see ``distributed_data_parallel`` and ``distributed_optimizer``.
 """
 
-import os
-
 from .checkpoint import (
     EXTRA_FILE,
     MARKER,
@@ -27,9 +25,9 @@ from .collectives import (
     subgroup,
 )
 from .config import DistributedDataParallelConfig, check_expert_options, field_names, refuses_unknown_options
+from .data_path import DeferredBatch, Engine, norms_over_owners, scale_to_norm_, total_grad_norm
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
-from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError, ReplicaMismatchError
 from .events import Event, EventKind, combine_listeners
 from .layout import (
@@ -56,14 +54,14 @@ from .module import (
     replace_meta,
 )
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
-from .shards import gather_states, number_params, to_host
-from .sync import DeferredBatch, Replicas, norms_over_owners, scale_to_norm_, total_grad_norm
+from .states import gather_states, number_params, to_host
 from .torch_ddp_surface import config_from_arguments
 from .trials import KnownFindings
 
-# The private switch between the two data paths while both exist.
-if os.environ.get("MEGASTRATEGY_DATA_PATH") != "old":
-    from .data_path import DistributedDataParallel, DistributedOptimizer  # type: ignore[assignment]
+
+class Replicas:
+    """Stands for replicas until they are on the data path."""
+
 
 __all__ = [
     "EXTRA_FILE",

@@ -14,15 +14,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from .buffers import inside_backward
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .engine import Engine, full_grad, grad_norms
+from .data_path import Engine, inside_backward, read_count, weigh
 from .errors import raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
-from .sync import Replicas, read_count, weigh
 from .torch_ddp_by_name import TorchDDPByName
 from .torch_ddp_surface import config_with, refuse_comm_hook
 
@@ -52,11 +50,9 @@ class DistributedDataParallel(TorchDDPByName):
     User hooks on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before
     the gradient is sent.
 
-    With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
-    :meth:`close` moves it back. At the end of the first synchronised backward it may move once more (see
-    bucket_planner's [Note: buckets in the order of arrival]): views of the memory from before (``p.data``,
-    ``p.detach()``, an address) are then not the parameter's any more. With ``overlap_grad_reduce=False`` it never
-    moves.
+    With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns, at the
+    end of the first synchronised backward (see plan's [Note: why the plan is made late]): views of the memory from
+    before (``p.data``, ``p.detach()``, an address) are then not the parameter's any more. :meth:`close` moves it back.
 
     A copy (``deepcopy``, pickle) is closed from the start: it has a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.
@@ -82,7 +78,7 @@ class DistributedDataParallel(TorchDDPByName):
         collectives: Collectives | None = None,
         listener: Listener | None = None,
         expert_mesh: DeviceMesh | None = None,
-        replicas: Replicas | None = None,
+        replicas: Any = None,
         all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
         **torch_options: Any,
     ) -> None:
@@ -96,6 +92,8 @@ class DistributedDataParallel(TorchDDPByName):
         # and sentence-transformers' cached losses read, or set.
         self.require_forward_param_sync = True
         self.static_graph = self.ddp_config.static_graph
+        if replicas is not None:
+            raise NotImplementedError("the data path has no replicas yet")
         self._engine: Engine | None = Engine(
             self,
             self.ddp_config,
@@ -105,7 +103,6 @@ class DistributedDataParallel(TorchDDPByName):
             should_sync=self.should_sync,
             all_reduce_option=all_reduce_option,
             expert_mesh=expert_mesh,
-            replicas=replicas,
         )
         self.device = self._engine.device
 
@@ -128,7 +125,7 @@ class DistributedDataParallel(TorchDDPByName):
 
     @property
     def engine(self) -> Engine:
-        """The engine, with its layout, buffers, reducer and gather.
+        """The engine, with its layout, reducer and gather.
 
         Raises:
             ClosedError: after :meth:`close`, and in a copy.
@@ -172,6 +169,10 @@ class DistributedDataParallel(TorchDDPByName):
         splits = self._begin_forward(engine, training, args, kwargs)
         try:
             outputs = self._call_module(*args, **kwargs)
+        except BaseException as error:
+            if training:
+                engine.reducer.forward_failed(error, syncs=self.require_backward_grad_sync)
+            raise
         finally:
             if splits is not None:
                 splits.end()
@@ -192,8 +193,7 @@ class DistributedDataParallel(TorchDDPByName):
             engine.check_params()
             for group in engine.model_parallel.groups:
                 group.before_forward(args, kwargs)
-        if engine.param_buffers is not None:
-            engine.param_gather.before_forward()
+        engine.gather.before_forward()
         if self.require_forward_param_sync and self.ddp_config.broadcast_buffers:
             engine.broadcast_buffers()
         # If nothing could be sent earlier, a single graph is faster.
@@ -206,7 +206,7 @@ class DistributedDataParallel(TorchDDPByName):
         self.require_forward_param_sync = training and sync
         # A forward that runs the backwards of a batch leaves nothing for a later backward.
         if training and engine.reducer.batch is None:
-            engine.reducer.after_forward(outputs, sync)
+            engine.reducer.after_forward(outputs, syncs=sync)
         engine.emit(EventKind.FORWARD_END, int(training))
         return outputs
 
@@ -246,7 +246,7 @@ class DistributedDataParallel(TorchDDPByName):
         For a loss that no forward of this object returned, such as that of one of the module's own methods: its
         backward is synchronised outside of :meth:`no_sync`. Without this call it is not, as under torch DDP.
         """
-        self.engine.reducer.prepare(outputs, self.require_backward_grad_sync)
+        self.engine.reducer.prepare(outputs, syncs=self.require_backward_grad_sync)
 
     def finish_param_gather(self) -> None:
         """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather=True``.
@@ -260,7 +260,7 @@ class DistributedDataParallel(TorchDDPByName):
             CollectiveError: if a gather failed, most often because another rank ended.
         """
         if self._engine is not None:
-            self._engine.finish_param_gather()
+            self._engine.gather.finish()
 
     def leave_buffers_apart(self) -> None:
         """Keeps each rank's module buffers of its last forward: the next forward does not broadcast."""
@@ -317,7 +317,7 @@ class DistributedDataParallel(TorchDDPByName):
         if engine is None:
             super().zero_grad(set_to_none)
             return
-        engine.zero_grads(range(len(engine.params)), set_to_none=set_to_none)
+        engine.zero_grads(engine.params, set_to_none=set_to_none)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns the full reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None
@@ -328,7 +328,7 @@ class DistributedDataParallel(TorchDDPByName):
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.
         """
-        return full_grad(self.engine, param)
+        return self.engine.full_grad(param)
 
     def grad_norms(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of each trainable parameter's gradient: 1-D, fp64, in the order of
@@ -336,7 +336,7 @@ class DistributedDataParallel(TorchDDPByName):
 
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
-        return grad_norms(self.engine, norm_type)
+        return self.engine.grad_norms(norm_type)
 
     def check_replicas(self) -> None:
         """Compares the weights that should be equal on all ranks, for a check every few hundred steps.
@@ -347,8 +347,8 @@ class DistributedDataParallel(TorchDDPByName):
             ReplicaMismatchError: on all ranks, with the first parameter that differs.
         """
         self.finish_param_gather()
-        self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
         engine = self.engine
+        engine.collectives.wait_for_device(engine.device, "all-gather")
         check_equal_weights(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
 
     def check_open(self) -> None:

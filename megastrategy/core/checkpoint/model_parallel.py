@@ -14,15 +14,15 @@ from torch.nn import Parameter
 
 from ..collectives import CALL_ON_EVERY_RANK
 from ..errors import CheckpointError
-from ..optimizer import ShardSet
-from ..shards import MAIN_PARAMS, STATE, entries_of_rank_zero, number_params, state_by_number
+from ..optimizer import ShardedOptimizer
+from ..states import MAIN_PARAMS, STATE, entries_of_rank_zero, number_params, state_by_number
 from .tensor_parallel import join_parts
 
 _MAIN = "main_param"
 _CALL = "{} of the optimizer of a model that ranks share"
 
 
-def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def whole_state(impl: ShardedOptimizer, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns the state of the whole model on the first rank of all. Collective over all ranks.
 
     On other ranks the state has only the parameters that each rank steps by itself. ``gather`` returns the state of
@@ -49,7 +49,7 @@ def whole_state(impl: ShardSet, gather: Callable[[], dict[str, Any]]) -> dict[st
     return saved
 
 
-def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
+def _state_of_whole_params(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     local_parts = impl.engine.local_parts
     numbers = number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
@@ -63,7 +63,7 @@ def _state_of_whole_params(impl: ShardSet, saved: dict[str, Any]) -> dict[str, A
     return {**saved, "state": whole}
 
 
-def has_main_params(impl: ShardSet, is_here: bool) -> bool:
+def has_main_params(impl: ShardedOptimizer, is_here: bool) -> bool:
     """Whether some rank of the model has main params; ``is_here``: this one has. Collective over a pipeline's ranks."""
     if not impl.engine.model_parallel.states:
         return is_here
@@ -75,7 +75,7 @@ def has_main_params(impl: ShardSet, is_here: bool) -> bool:
     return is_here
 
 
-def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
+def whole_main_params(impl: ShardedOptimizer, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
     if impl.engine.model_parallel.collectives:
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
@@ -90,7 +90,7 @@ def whole_main_params(impl: ShardSet, gather: Callable[[], dict[str, Tensor] | N
     return {} if saved is None else saved
 
 
-def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
+def completed_state(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns ``saved``, completed on ranks where it only has parameters that each rank steps by itself. Collective.
 
     The other entries are the state of the first rank of all.
@@ -107,7 +107,7 @@ def completed_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
 
 
-def as_on_rank_zero(impl: ShardSet, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
+def as_on_rank_zero(impl: ShardedOptimizer, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
     """Returns ``saved``; on a rank where it is empty, that of the first rank of all. Collective over all ranks.
 
     :func:`whole_state` and :func:`whole_main_params` return nothing on other ranks than the first.
@@ -145,7 +145,7 @@ def _difference(every: Sequence[Collection[Any]]) -> str:
     return ""
 
 
-def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
+def parts_of_state(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns this rank's parts of the whole model's state, as views. Collective over a pipeline's stages."""
     for group in impl.engine.model_parallel.states:
         saved = group.divide(impl, saved)
@@ -159,7 +159,7 @@ def parts_of_state(impl: ShardSet, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parameter]:
+def _params_by_number(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[int, Parameter]:
     """Returns the parameters by their numbers in a saved state. Groups that do not match raise later, in loading."""
     return {
         number: param
@@ -168,7 +168,7 @@ def _params_by_number(impl: ShardSet, saved: dict[str, Any]) -> dict[int, Parame
     }
 
 
-def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+def parts_of_main_params(impl: ShardedOptimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns this rank's parts of main params by name, as views of full tensors or DTensors."""
     for group in impl.engine.model_parallel.states:
         saved = group.divide_main_params(impl, saved)
@@ -180,7 +180,7 @@ def parts_of_main_params(impl: ShardSet, saved: dict[str, Tensor]) -> dict[str, 
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
 
 
-def require_everybody(impl: ShardSet, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
+def require_everybody(impl: ShardedOptimizer, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
     """Waits until all ranks of the model have reached the same call.
 
     Raises:

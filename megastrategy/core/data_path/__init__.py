@@ -1,6 +1,26 @@
-"""The data path written anew, from hook to gather, beside the old one until that is deleted."""
+"""The path of one gradient, from its hook to the gather of the weights."""
 
-from .distributed_optimizer import DistributedOptimizer
-from .wrapper import DistributedDataParallel
+from .bucket import Bucket, State
+from .engine import Engine
+from .memory import Memory
+from .norms import check_finite, norms_over_owners, scale_to_norm_, total_grad_norm, unscale_grads_
+from .preparation import DeferredBatch
+from .reduced_grad import ReducedGrad, inside_backward
+from .tokens import read_count, weigh
 
-__all__ = ["DistributedDataParallel", "DistributedOptimizer"]
+__all__ = [
+    "Bucket",
+    "DeferredBatch",
+    "Engine",
+    "Memory",
+    "ReducedGrad",
+    "State",
+    "check_finite",
+    "inside_backward",
+    "norms_over_owners",
+    "read_count",
+    "scale_to_norm_",
+    "total_grad_norm",
+    "unscale_grads_",
+    "weigh",
+]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..buffers import NonFinite, describe_nonfinite
 from ..collectives import Collectives
 from ..errors import (
     BackwardFailedError,
@@ -17,7 +16,8 @@ from ..errors import (
     MicrobatchMismatchError,
     NonFiniteGradError,
 )
-from ..sync.loss_tokens import NONE, describe_counting
+from .nonfinite import NonFinite, describe_nonfinite
+from .tokens import NONE, describe_counting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..buffers import FiniteCheck
-from ..buffers.reduced_grad import ReducedGrad, RepresentedGrad
 from ..collectives import Collectives, Handle
 from ..events import EventKind, Listener, emit
 from ..layout import Bucket as BucketPlan
 from ..module import LocalParts
 from .memory import Memory
+from .nonfinite import FiniteCheck
+from .reduced_grad import ReducedGrad, RepresentedGrad
 
 get_grad = operator.attrgetter("grad")
 _GRAD: Any = Tensor.grad

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from ..buffers import ReducedGrad, declare_main_grads, withdraw_main_grads
 from ..collectives import (
     Collectives,
     close_when_collected,
@@ -44,15 +43,17 @@ from ..module import (
     option_rows,
     param_spec,
 )
-from ..sync import norms_of, norms_over_owners, zero_norms
-from ..sync.backward import DeferredBatch
 from ..trials import KnownFindings
 from .bucket import get_grad, set_grads
 from .gather import Gather
+from .main_grads import declare_main_grads, withdraw_main_grads
+from .norms import norms_of, norms_over_owners, zero_norms
+from .preparation import DeferredBatch
+from .reduced_grad import ReducedGrad
 from .reducer import Reducer
 
 if TYPE_CHECKING:
-    from .sharded_optimizer import ShardedOptimizer
+    from ..optimizer import ShardedOptimizer
 
 _MANY_GROUPS = 8
 
@@ -108,7 +109,7 @@ class Engine:
         layout, joined = self._plan()
         self._add_params(joined)
         # After the ranks have agreed on the layout: broadcasts of different modules would not match.
-        self._broadcast_all()
+        self.broadcast_all()
         # Not a method: reducer and gather would refer to this object, which is freed without garbage collection.
         ranks_of = functools.partial(shard_collectives, self.collectives, device=self.device)
         decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be collected
@@ -220,7 +221,19 @@ class Engine:
             return set()
         return set(map(id, named_params(self.module).values())) - set(map(id, self.named_params().values()))
 
-    def _broadcast_all(self) -> None:
+    def is_as_wrapped(self) -> bool:
+        """Whether the module still has the parameters for which the plan was made; it may have more."""
+        present = {id(param) for param in self.named_params().values()}
+        return all(
+            id(param) in present
+            and param.dtype == spec.dtype
+            and tuple(self.local_parts.local_view(param).shape) == spec.shape
+            for param, spec in zip(self.params, self.layout.params, strict=True)
+        )
+
+    def broadcast_all(self) -> None:
+        """Broadcasts the module's parameters, frozen ones too, and buffers from rank 0, without ignored ones.
+        Collective."""
         tensors = [*self.named_params().values(), *named_buffers(self.module, self._ignored).values()]
         self.model_parallel.broadcast_common(tensors)
         self._broadcast(tensors)

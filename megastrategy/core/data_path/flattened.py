@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..buffers import slice_view
 from .bucket import Bucket, State, get_grad
+from .param_buffers import slice_view
 
 
 class FlattenedBucket(Bucket):

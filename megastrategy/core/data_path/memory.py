@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..buffers import ParamBuffers, slice_view
 from ..layout import Bucket as BucketPlan
 from ..layout import BufferLayout
 from ..module import LocalParts
+from .param_buffers import ParamBuffers, slice_view
 from .staging import StagingPool
 
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers import FiniteCheck
-from ..buffers.reduced_grad import ReducedGrad
 from ..collectives import Handle, Handles
 from ..events import EventKind, emit
 from ..layout import Bucket as BucketPlan
 from ..layout import BufferLayout
 from .bucket import Bucket, State, get_grad
 from .memory import Memory
+from .nonfinite import FiniteCheck
+from .reduced_grad import ReducedGrad
 
 _Source = tuple[int | None, int]
 """A place and the number of its first element; None for the padding between parameters, which is sent as zeros."""

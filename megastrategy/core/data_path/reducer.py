@@ -46,8 +46,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from ..buffers import NO_GRAPH_TASK, FiniteCheck, inside_backward, inside_node, late_grad, stepped_in_backward
-from ..buffers.grad_buffers import check_unchanged
 from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
 from ..errors import (
@@ -58,21 +56,24 @@ from ..errors import (
     MegastrategyError,
     MicrobatchMismatchError,
     NonFiniteGradError,
+    ParameterChangedError,
     UnusedParameterError,
 )
 from ..events import Event, EventKind, Listener, emit, profiler_range
 from ..layout import SIXTEEN_BIT_DTYPES, BufferLayout, Domain
 from ..module import GradAccumulators, LocalParts, ModelParallel
-from ..sync.backward import DeferredBatch, Preparation, backward_starts
-from ..sync.loss_tokens import TOO_LATE
 from .agreement import Agreement, Reasons, name_of_rank
 from .bucket import Bucket, State, get_grad, set_grads
 from .flattened import FlattenedBucket
 from .main_grads import MainGrads
 from .memory import Memory
+from .nonfinite import FiniteCheck
+from .param_buffers import check_unchanged
 from .plan import plan_as_seen
 from .pooled import PooledBucket
-from .tokens import TokenWindow
+from .preparation import DeferredBatch, Preparation, backward_starts
+from .reduced_grad import NO_GRAPH_TASK, inside_backward, inside_node, late_grad
+from .tokens import TOO_LATE, TokenWindow
 
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 _REFUSALS = (
@@ -437,7 +438,7 @@ class Reducer:
         for index in indices if self._versions else ():
             param = self.params[index]
             if param.grad is None or param._version != self._versions[index]:
-                raise stepped_in_backward(self.layout.params[index].name)
+                raise _stepped_in_backward(self.layout.params[index].name)
 
     def _end(self) -> None:
         self._is_running = False
@@ -509,7 +510,7 @@ class Reducer:
                 continue
             is_stepped = bool(self._versions) and self.params[index]._version != self._versions[index]
             if is_stepped or not bucket.used[place]:
-                raise stepped_in_backward(bucket.specs[place].name)
+                raise _stepped_in_backward(bucket.specs[place].name)
 
     # --- a batch of several backwards ---------------------------------------------------------------------------------
 
@@ -832,6 +833,16 @@ class Reducer:
             if spec.dtype in SIXTEEN_BIT_DTYPES and spec.grad_dtype != spec.dtype:
                 param.grad_dtype = spec.dtype
         self.buckets = []
+
+
+def _stepped_in_backward(name: str) -> ParameterChangedError:
+    """Returns the error for a parameter that a hook has stepped, or whose gradient it has dropped, in a backward."""
+    return ParameterChangedError(
+        f"parameter {name!r} was changed, or its .grad set to None, during a backward: an optimizer that steps in a "
+        "gradient hook (register_post_accumulate_grad_hook or register_hook: optimizer in backward, LOMO) uses this "
+        "rank's own gradient, and the ranks' weights would part. Step after backward(), with a DistributedOptimizer; "
+        'for gradients in less memory, DistributedDataParallelConfig(grad_buffer="pooled")'
+    )
 
 
 def _ended() -> None:

@@ -1,7 +1,16 @@
-"""The window of one reducer's gradients in which losses are weighed by tokens.
+"""Weighs losses by the number of tokens that they are means over, so that gradients are those of a mean over tokens.
 
-See loss_tokens' [Note: gradients of a mean over tokens]: the gradient of each loss is multiplied by ``n / unit`` where
-its backward begins, and the reduced gradients once by ``unit / mean(n)``.
+[Note: gradients of a mean over tokens]
+With ragged batches the mean over ranks and microbatches of mean losses is not the mean over tokens. A loss of ``n``
+tokens needs the weight ``n / mean(n)``, with the mean over all ranks and all microbatches that are reduced together.
+Equal counts change nothing, and it makes no difference whether the loss was divided by the number of microbatches.
+
+``mean(n)`` is known at the end of the last backward, and buckets are sent before. So the gradient of each loss is
+multiplied by ``n / unit`` where its backward begins, and the reduced gradients once by ``unit / mean(n)``, when the
+ranks have exchanged their sums. Then all gradients of a loss have its weight: also those on other ranks (experts,
+context parallelism), those that layers add themselves, and those of earlier pipeline stages. The unit is a power of two
+near the last mean, the same on all ranks: 16-bit gradients neither overflow nor underflow, and a resumed run, which
+begins with another unit, has the same bits. The first unit is between counts of samples and of tokens.
 
 [Note: which losses one mean covers]
 A window begins with the first prepared backward after gradients were dropped, or used by a step, and ends with the
@@ -14,7 +23,9 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +33,29 @@ from torch.nn import Parameter
 
 from ..collectives import Collectives, is_same_on_all_ranks
 from ..errors import LossTokensError
-from ..sync.loss_tokens import ALL, NONE, OTHER_TENSOR_RANKS, describe_counting
 from .bucket import Bucket, get_grad
 
 _SUMS = struct.Struct("<dI")
 """The sum of a rank's weights, and the number of its losses."""
 _FIRST_UNIT = 2.0**8
+NONE = "counted none of its losses"
+ALL = "counted all of its losses"
 _SOME = "counted some of its losses and not others"
 _AFTER_A_SYNC = "ran a backward after a synchronised one, whose gradients were not used or dropped"
 _DROPPED_IN_PART = "dropped the gradients of some parameters between two microbatches, and kept others"
 _UNPREPARED = "ran a backward that no forward of the wrapped model prepared, of a loss that was counted"
 _UNSEEN = "called loss_tokens(n), and then backward() of the loss itself instead of the framework's backward"
+
+TOO_LATE = (
+    "losses are counted for the first time after a synchronised backward: with find_unused_parameters=False or "
+    "static_graph=True the ranks agree only in their first one whether losses are counted. Count every loss, from the "
+    "first on, or leave the two options as they are by default"
+)
+
+OTHER_TENSOR_RANKS = (
+    "the ranks of a tensor group counted different tokens of one batch: count the tokens of the whole loss on each of "
+    "them, also where each has a part of the sequence or of the vocabulary"
+)
 
 
 class TokenWindow:
@@ -215,3 +238,66 @@ class TokenWindow:
             grads = [grad for grad in map(get_grad, self._params) if grad is not None]
         if grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
+
+
+def weigh(loss: Tensor, count: float, windows: Sequence[TokenWindow]) -> None:
+    """Weighs the backward of ``loss``, a mean over ``count`` tokens, in all windows."""
+    refs = [weakref.ref(window) for window in windows]
+
+    def on_grad(grad: Tensor) -> Tensor | None:
+        present = [window for ref in refs if (window := ref()) is not None and window.is_used]
+        if not present:
+            return None
+        unit = next((window.open_unit for window in present if window.open_unit is not None), present[0].unit)
+        for window in present:
+            window.arrive(count / unit, unit)
+        if count == unit:
+            return None
+        return grad * (count / unit) if count else torch.zeros_like(grad)
+
+    # A hook on the loss itself also weighs a backward of the tensor that the user has kept.
+    loss.register_hook(on_grad)
+    if count == 0:
+        _keep_zeros(loss)
+
+
+def _keep_zeros(loss: Tensor) -> None:
+    """Makes gradients of a loss that is multiplied by zero zeros instead of NaN, for a mean over no elements."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            node.register_hook(_without_nan)
+            nodes += [below for below, _ in node.next_functions]
+
+
+def _without_nan(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+    # Infinite ones may come from other ranks' losses, which reach this rank's part of the model.
+    return tuple(
+        grad if grad is None or grad.layout != torch.strided else grad.nan_to_num(0.0, math.inf, -math.inf)
+        for grad in grads
+    )
+
+
+def read_count(num_tokens: float | Tensor) -> float:
+    """Returns a user's number of tokens as a float.
+
+    Raises:
+        ValueError: if it is not a number of tokens.
+    """
+    if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
+        raise ValueError(f"num_tokens: expected one number, got a tensor of shape {tuple(num_tokens.shape)}")
+    count = float(num_tokens)
+    if not (math.isfinite(count) and count >= 0):
+        raise ValueError(f"num_tokens: expected a number of tokens, 0 or more, got {num_tokens}")
+    return count
+
+
+def describe_counting(by_rank: Mapping[str, str]) -> str:
+    """Returns the error message for a window in which not all losses were counted."""
+    found = "; ".join(f"{rank} {state}" for rank, state in by_rank.items())
+    return (
+        f"gradients cannot be averaged by tokens: {found}. Count the tokens of every loss of a step on every rank, 0 "
+        "where there is nothing to learn from, and accumulate inside no_sync()"
+    )

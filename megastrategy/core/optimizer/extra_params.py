@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..engine import Engine
+from ..data_path import Engine, norms_over_owners, total_grad_norm
 from ..module import is_wrapped
-from ..sync import norms_over_owners, total_grad_norm
 
 
 class ExtraParams:

@@ -6,10 +6,9 @@ would run on it. So the class that joins the two has a forwarding member for eac
 attributes, which calls the user's object.
 
 ``train()`` and ``eval()`` (Schedule-Free) move weights by their state. If they change an option or an attribute, they
-are called while the groups contain this rank's shards, and the buckets are gathered afterwards: such a call is
-collective. Trials at the wrap have shown that they work element by element, and record the mode
-(elementwise's ``_check_modes``). All other members see the model's Parameters, and a state in which a look-up by one
-raises; a gradient that was reduced raises by itself.
+are called while the groups contain this rank's runs, and the buckets are gathered afterwards: such a call is
+collective. Trials at the wrap have shown that they work element by element, and record the mode. All other members see
+the model's Parameters, and a state in which a look-up by one raises; a gradient that was reduced raises by itself.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import OptimizerNotShardableError
-from ..shards import take_outside_changes
 from .guarded_state import GuardedState
-from .shard_set import ShardSet
-from .unsharded_step import main_params_with_grads
+from .sharded_optimizer import ShardedOptimizer
 
 _MODES = ("train", "eval")
 
@@ -55,48 +52,51 @@ def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[st
 def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shard_set: ShardSet = self._impl.shard_set
-        call = functools.partial(getattr(shard_set.inner, name), *args, **kwargs)
-        if shard_set.has_shards and name in _MODES:
-            return _change_mode(shard_set, f"{name}()", call)
-        with _state_guarded(shard_set, f"{name}()"):
+        optimizer: ShardedOptimizer = self._impl
+        call = functools.partial(getattr(optimizer.inner, name), *args, **kwargs)
+        if _steps_runs(optimizer) and name in _MODES:
+            return _change_mode(optimizer, f"{name}()", call)
+        with _state_guarded(optimizer, f"{name}()"):
             result = call()
-        if shard_set.has_shards and isinstance(result, Iterator | contextlib.AbstractContextManager):
+        if _steps_runs(optimizer) and isinstance(result, Iterator | contextlib.AbstractContextManager):
             raise OptimizerNotShardableError(
-                f"{name}() of {type(shard_set.inner).__name__} returns a context manager or a generator, which would "
-                f"use the optimizer later, and it steps shards. Pass {shard_set.engine.all_reduce_option}"
+                f"{name}() of {type(optimizer.inner).__name__} returns a context manager or a generator, which would "
+                f"use the optimizer later, and it steps shards. Pass {optimizer.engine.all_reduce_option}"
             )
-        return self if result is shard_set.inner else result  # so that chained calls are forwarded
+        return self if result is optimizer.inner else result  # so that chained calls are forwarded
 
     return forward
 
 
 def _attribute(name: str) -> property:
     def get(self: Any) -> Any:
-        with _state_guarded(self._impl.shard_set, name):
+        with _state_guarded(self._impl, name):
             return getattr(self._impl.inner, name)
 
     def put(self: Any, value: Any) -> None:
-        with _state_guarded(self._impl.shard_set, name):
+        with _state_guarded(self._impl, name):
             setattr(self._impl.inner, name, value)
 
     return property(get, put)
 
 
+def _steps_runs(optimizer: ShardedOptimizer) -> bool:
+    return optimizer.has_runs and not optimizer.is_given_back
+
+
 @contextlib.contextmanager
-def _state_guarded(shard_set: ShardSet, name: str) -> Iterator[None]:
+def _state_guarded(optimizer: ShardedOptimizer, name: str) -> Iterator[None]:
     """Makes look-ups of the state by a Parameter raise while this is open, if something else is stepped in its place.
 
     Raises:
         OptimizerNotShardableError: if the optimizer's state was replaced meanwhile.
     """
-    if not shard_set.has_shards:
+    if not _steps_runs(optimizer):
         yield
         return
-    inner = shard_set.inner
-    shard_set.states.split()
+    inner = optimizer.inner
     state = inner.state
-    guarded: Any = GuardedState(shard_set)
+    guarded: Any = GuardedState(optimizer)
     inner.state = guarded
     try:
         yield
@@ -109,32 +109,33 @@ def _state_guarded(shard_set: ShardSet, name: str) -> Iterator[None]:
         )
 
 
-def _change_mode(shard_set: ShardSet, name: str, call: Callable[[], Any]) -> Any:
+def _change_mode(optimizer: ShardedOptimizer, name: str, call: Callable[[], Any]) -> Any:
     """Calls ``train()`` or ``eval()``; see [Note: methods of the user's optimizer]."""
     # Loops call train() before every step.
-    if not _changes_options(shard_set, call):
+    if not _changes_options(optimizer, call):
         return None
-    engine = shard_set.engine
+    engine = optimizer.engine
     engine.check_open()
-    if shard_set.states.storage is not None:  # on all ranks alike
-        raise OptimizerNotShardableError(
-            f"{name} of {type(shard_set.inner).__name__} cannot be used: it works on state, and "
-            "offload_optimizer_states keeps that on the host between steps. Leave this option out"
-        )
-    if shard_set.sharded:
-        # A rank that calls this without the others would wait for weights that they never send.
-        engine.collectives.require_all_ranks(f"{name} of a sharded {type(shard_set.inner).__name__}")
-    shard_set.add_new_params()
-    with torch.no_grad():
-        return _call_on_shards(shard_set, call) if shard_set.sharded else _call_on_main_params(shard_set, call)
+    if not optimizer.is_sharded:
+        with torch.no_grad(), optimizer.grads_in_place():
+            return call()
+    # A rank that calls this without the others would wait for weights that they never send.
+    engine.collectives.require_all_ranks(f"{name} of a sharded {type(optimizer.inner).__name__}")
+    if any(spec.has_main_param for spec in engine.layout.params):
+        engine.reducer.make_plan()
+    with torch.no_grad(), optimizer.state_in_place():
+        result = call()
+    if engine.reducer.memory is not None:
+        optimizer.gather_all()
+    return result
 
 
-def _changes_options(shard_set: ShardSet, call: Callable[[], Any]) -> bool:
+def _changes_options(optimizer: ShardedOptimizer, call: Callable[[], Any]) -> bool:
     """Whether a call changes options of groups or attributes, as it does with empty groups. Changes nothing."""
-    inner = shard_set.inner
+    inner = optimizer.inner
     holders = [vars(inner), *inner.param_groups]
     copies = [dict(holder) for holder in holders]
-    with shard_set.groups_of([[] for _ in inner.param_groups]):
+    with optimizer.in_groups([[] for _ in inner.param_groups]), optimizer.calls_allowed():
         call()
     changed = any(
         holder.keys() != before.keys() or any(holder[name] is not value for name, value in before.items())
@@ -144,41 +145,3 @@ def _changes_options(shard_set: ShardSet, call: Callable[[], Any]) -> bool:
         holder.clear()
         holder.update(before)
     return changed
-
-
-def _call_on_shards(shard_set: ShardSet, call: Callable[[], Any]) -> Any:
-    engine = shard_set.engine
-    indices = shard_set.param_indices()
-    assert engine.param_buffers is not None, "sharded"
-    # A pending gather would overwrite the results, and the call would not see parameters with new memory (p.data = x).
-    engine.param_gather.finish()
-    engine.param_buffers.recapture()
-    # Joined state is keyed by runs; the user's method looks it up by the tensors in the groups.
-    shard_set.states.split()
-    shards = [shard_set.shards[index] for index in indices if index in shard_set.shards]
-    with_main = (shard for shard in shards if shard_set.layout.has_separate_main(shard.param))
-    mains = [(shard, shard.weights) for shard in with_main if shard.weights is not None]
-    for shard, weights in mains:
-        # Weights may have been written since the last step; a method on stale main params would revert that.
-        take_outside_changes(shard.main, weights, weights.dtype)
-    with shard_set.groups_of_shards():
-        result = call()
-    for shard, weights in mains:
-        weights.copy_(shard.main)
-    # A rank may own nothing of a bucket that others have changed, so all buckets are gathered.
-    for bucket in sorted({shard_set.layout.slots[index].bucket for index in indices}, reverse=True):
-        shard_set.start_gather(bucket, indices)
-    engine.param_gather.finish()
-    # Autograd did not see the weights change in the buffer: a backward through an earlier graph must raise.
-    torch.autograd.graph.increment_version([engine.params[index] for index in indices])
-    return result
-
-
-def _call_on_main_params(shard_set: ShardSet, call: Callable[[], Any]) -> Any:
-    """Makes the call where every rank has all parameters: on the main params of 16-bit ones."""
-    engine = shard_set.engine
-    with main_params_with_grads(shard_set) as shards:
-        result = call()
-        for shard in shards:
-            engine.local_parts.local_view(engine.params[shard.param]).copy_(shard.main)
-    return result

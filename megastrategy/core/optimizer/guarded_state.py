@@ -15,30 +15,30 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import DirectUseError
-from .shard_set import ShardSet
+from .sharded_optimizer import ShardedOptimizer
 
 
 class GuardedState(MutableMapping[Any, Any]):
     """A view of the optimizer's own state; see [Note: why a look-up by a Parameter raises]."""
 
-    def __init__(self, shard_set: ShardSet) -> None:
-        self._shard_set = shard_set
-        self._state: MutableMapping[Any, Any] = shard_set.inner.state
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._state: MutableMapping[Any, Any] = optimizer.inner.state
 
     def __getitem__(self, key: Any) -> Any:
-        _check(key, self._shard_set)
+        _check(key, self._optimizer)
         return self._state[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _check(key, self._shard_set)
+        _check(key, self._optimizer)
         self._state[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        _check(key, self._shard_set)
+        _check(key, self._optimizer)
         del self._state[key]
 
     def __contains__(self, key: object) -> bool:
-        _check(key, self._shard_set)
+        _check(key, self._optimizer)
         return key in self._state
 
     def __iter__(self) -> Iterator[Any]:
@@ -47,27 +47,20 @@ class GuardedState(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._state)
 
-    def __bool__(self) -> bool:
-        """Whether a step or a load has made state on any rank: alike on all, also where a rank steps no shard.
-
-        torch's checkpoint helpers step an optimizer without state, and all ranks have to.
-        """
-        return bool(self._state) or self._shard_set.num_steps_begun > 0 or self._shard_set.was_loaded
-
     # The inherited methods would look the key up, and a defaultdict creates the missing entry.
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self._state[key] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        _check(key, self._shard_set)
+        _check(key, self._optimizer)
         return self._state.pop(key, *default)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state!r})"
 
 
-def unguarded_state(state: Any, shard_set: ShardSet) -> Any:
+def unguarded_state(state: Any, optimizer: ShardedOptimizer) -> Any:
     """Returns the state to assign to an optimizer: ``state``, or the state that it is a view of.
 
     Raises:
@@ -76,19 +69,19 @@ def unguarded_state(state: Any, shard_set: ShardSet) -> Any:
     if isinstance(state, GuardedState):
         return state._state
     for key in state:
-        _check(key, shard_set)
+        _check(key, optimizer)
     return state
 
 
-def _check(key: Any, shard_set: ShardSet) -> None:
-    index = shard_set.sharded_index(key) if isinstance(key, Tensor) else None
-    if index is None or shard_set.stepped_tensor(shard_set.engine.params[index]) is key:
+def _check(key: Any, optimizer: ShardedOptimizer) -> None:
+    index = optimizer.engine.index_by_id.get(id(key)) if isinstance(key, Tensor) else None
+    if index is None or not optimizer.has_runs or optimizer.is_given_back:
         return
     raise DirectUseError(
-        f"the state of parameter {shard_set.layout.params[index].name!r} was looked up, and what is stepped in its "
-        "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
+        f"the state of parameter {optimizer.engine.layout.params[index].name!r} was looked up, and what is stepped in "
+        "its place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
         "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
         "number alike may be done to optimizer.state.values(). torch's StateDictOptions(flatten_optimizer_state_dict="
         "True) looks it up: leave that option out. Methods of the optimizer's class are called on that "
-        f"object, not as functions of the class. Or pass {shard_set.engine.all_reduce_option}"
+        f"object, not as functions of the class. Or pass {optimizer.engine.all_reduce_option}"
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from .shard_set import ShardSet
 from .sharded_optimizer import ShardedOptimizer
 
 
@@ -24,39 +23,39 @@ def take_back(optimizer: torch.optim.Optimizer) -> None:
     """
     _refuse_around_another(optimizer)
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    known = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), ShardSet)]
-    for shard_set in known:
-        if not shard_set.engine.is_in_use:
-            shard_set.engine.close()
-        if not shard_set.engine.is_closed:
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    for stepping in [owner for owner in owners if isinstance(owner, ShardedOptimizer)]:
+        if not stepping.engine.is_in_use:
+            stepping.engine.close()
+        if not stepping.engine.is_closed:
             raise ValueError(
                 f"this {type(optimizer).__name__} is in a DistributedOptimizer already, whose model is in use: call "
                 "that one, or close() the model"
             )
-        shard_set.give_back()
+        stepping.give_back()
 
 
 def _refuse_around_another(optimizer: torch.optim.Optimizer) -> None:
     # See [Note: an optimizer around ours].
-    for name, shard_set in _sharded_inside(optimizer):
-        engine = shard_set.engine
-        if shard_set.has_shards and engine.is_in_use and not engine.is_closed:
-            kind, sharded = type(optimizer).__name__, engine.layout.num_shards > 1
+    for name, inside in _sharded_inside(optimizer):
+        engine = inside.engine
+        if inside.has_runs and engine.is_in_use and not engine.is_closed:
+            kind = type(optimizer).__name__
             raise ValueError(
                 f"this {kind} steps a DistributedOptimizer, its attribute {name!r}, and a second one around it would "
                 f"have no shards to step. In a loop, call step() of the {kind} as it is, without a second "
                 "DistributedOptimizer(), fabric.setup() or accelerator.prepare(). A Trainer sets up every optimizer "
                 "that is assigned to trainer.optimizers: assign none, and average or change the weights in a callback "
                 "(EMAWeightAveraging; on_train_batch_end)"
-                + (f", or pass {engine.all_reduce_option}" if sharded else "")
+                + (f", or pass {engine.all_reduce_option}" if engine.is_sharded else "")
             )
 
 
-def _sharded_inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, ShardSet]]:
+def _sharded_inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, ShardedOptimizer]]:
     """Yields the DistributedOptimizers in the attributes of a user's optimizer, with the attribute's name."""
     for name, value in vars(optimizer).items():
         for item in value if isinstance(value, list | tuple) else (value,):
             if issubclass(type(item), torch.optim.Optimizer):
                 impl = vars(item).get("_impl")
-                inside = [("", impl.shard_set)] if isinstance(impl, ShardedOptimizer) else _sharded_inside(item)
-                yield from ((name, shard_set) for _, shard_set in inside)
+                inside = [("", impl)] if isinstance(impl, ShardedOptimizer) else _sharded_inside(item)
+                yield from ((name, sharded) for _, sharded in inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..engine import Engine
+from ..data_path import Engine
 from ..errors import OptimizerNotShardableError
 from ..trials import Findings, NotForShardsError, check_fp32_state, check_main_param_steps
 

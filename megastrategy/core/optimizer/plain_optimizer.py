@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..module import LocalParts
-from ..shards import number_params
+from ..states import number_params
 from .state_hooks import without_state_hooks
 
 

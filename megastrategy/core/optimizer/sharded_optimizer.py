@@ -1,177 +1,328 @@
-"""The step of one sharded optimizer, and the gathers of new weights after it.
+"""The step of one optimizer: one call of the user's optimizer, on this rank's runs.
 
-[Note: main params]
-A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
-rounding. Before each step the two are compared element by element; where the weight is not the rounding of the main
-param, user code changed it (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the weight's
-value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
-
-[Note: one call a step]
-The optimizer is called once a step, with all of this rank's shards in its groups, and all gathers follow. Only state on
-the host is stepped in slices, one call each (state_storage's [Note: offloaded state]), unless user code watches the
-steps. That is the same step for an optimizer that treats each tensor by itself and counts nothing else, which a probe
-finds out (``Findings.in_parts``).
-
-[Note: hooks and wrappers]
-A hook on the step, or a wrapper around it, may read gradients, weights and their shapes. On shards a norm, a mean over
-rows, or a test of ``dim()`` would silently give another result. So the user's optimizer is called with the model's
-Parameters in its groups, as at any other time: before the step each ``.grad`` is a stand-in, which refuses to be
-misread and may be written, and after it all weights are full. The groups hold shards only while the class's own step
-runs.
+[Note: what is in the optimizer's groups]
+Between steps the groups contain the model's Parameters, so that schedulers, callbacks and freezing code see what they
+expect. They contain runs only while the class's own step runs; hooks on the step and wrappers around it, which may read
+gradients and shapes, see Parameters. The state is keyed by runs always.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeAlias
+import operator
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from ..engine import Engine
-from ..errors import CollectiveError
+from .. import devices
+from ..data_path import Bucket, Engine, State
+from ..errors import CollectiveError, DirectUseError, LayoutMismatchError, OptimizerNotShardableError
 from ..events import EventKind
-from ..shards import FlatRun, take_outside_changes
+from ..layout import BufferLayout, Owners, Spans
 from ..trials import Findings, LaterTrials
+from . import state
+from .extra_params import ExtraParams
 from .optimizer_checks import check_main_params, not_shardable
-from .replica_state import OptimizerState
-from .shard_set import ShardSet
+from .redistribute import redistribute
+from .runs import MainParams, Run, flat, group_members, main_params_of, make_runs, make_unsharded_runs
 from .step_arguments import StepArguments
 from .step_hooks import has_user_hooks, innermost_call
 from .step_memory import bring_back, copy_kept_grads
-from .unsharded_step import step_main_params
-from .whole_params import WholeParam
-
-if TYPE_CHECKING:
-    from ..shards.state_storage import StateStorage, StepSlice
-
-Steppable: TypeAlias = "FlatRun | WholeParam | StepSlice"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Begun:
-    """A step that has begun.
-
-    Attributes:
-        indices: the optimizer's parameters, by index in the layout.
-        with_grads: the parameters that this rank steps.
-        runs: their shards, neighbours joined.
-        changing: buckets in which any rank steps something; all ranks gather them.
-        order: the buckets, in the order in which they are stepped.
-    """
-
-    indices: list[int]
-    with_grads: Set[int]
-    runs: list[FlatRun]
-    changing: Set[int]
-    order: list[int]
 
 
 class ShardedOptimizer:
-    """Steps a :class:`~.shard_set.ShardSet`, for one :class:`~megastrategy.DistributedOptimizer`.
+    """Steps the user's optimizer for one :class:`~megastrategy.DistributedOptimizer`.
 
     Attributes:
-        num_steps_done: the number of steps that were completed on this rank.
-        reductions: by parameter, how often its gradient was reduced before the last step.
+        inner: the user's optimizer.
+        extra_params: its parameters that are not the model's.
+        runs: the tensors that it steps; empty until the first step after the plan was made.
+        pending, pending_layout: state that was loaded, or existed, before there were runs, and its plan.
+        loaded: parameters whose state was loaded, and has not been converted by the optimizer's ``load_state_dict``.
+        last_main_params: after the model was closed, its main params by name, on rank 0.
+        element_names: the names of element-wise state; None without trials.
+        num_steps_begun, num_steps_done: steps that began to change weights, and completed ones.
+        is_given_back: whether the model was closed and the state is keyed by Parameters again.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
-        self.shard_set = ShardSet(optimizer, engine, findings)
-        self.inner, self.engine = optimizer, engine
+        self.inner = optimizer
+        self.engine = engine
+        self.extra_params = ExtraParams(optimizer, engine)  # type: ignore[arg-type]
+        self.extra_params.find()
+        self.is_sharded = engine.is_sharded
+        self.has_runs = not engine.steps_params_themselves
+        self.runs: list[Run] = []
+        self.pending: state.LocalState = {}
+        self.pending_layout: BufferLayout | None = None
+        self.loaded: set[int] = set()
+        self.last_main_params: dict[str, Tensor] = {}
+        self.element_names = findings.element_names if findings is not None else None
+        self.num_steps_begun = 0
         self.num_steps_done = 0
-        self.reductions: dict[int, int] = {}
+        self.hooks: list[Any] = []
+        self.is_given_back = False
+        self._may_join = findings is not None and findings.in_parts
+        self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
+        self._whole_tensors = findings.whole_tensors if findings is not None else {}
         self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
-        self._replica_state: OptimizerState | None = None
-        if engine.reducer.across is not None:
-            self._replica_state = OptimizerState(self)
-            engine.reducer.across.model.add_optimizer(self._replica_state)
+        self._is_called_by_us = False
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self._lists: list[list[Parameter]] = []  # of parameters, by group
+        self._sizes: list[int] = []
+        self._num_updates = 0  # of what is read from the groups
+        self._runs_are_of: tuple[BufferLayout, int] | None = None  # the plan, and the update of the groups
+        self._group_of: dict[int, int] = {}  # by parameter in the layout
+        self._pointers: list[int] = []  # of the memory of ``_params``, without shards
+        self._params: list[Parameter] = []  # of the model and of this optimizer
+        self._owners: dict[int, int] = {}  # by parameter that is stepped whole
+        self._divided: set[int] = set()  # parameters in flat shards, on whichever ranks
+        self._buckets: list[Bucket] = []  # with parameters of this optimizer
+        self._runs_of: dict[int, list[Run]] = {}  # by bucket
+        self._flags: dict[int, list[bool]] = {}  # by bucket, the parameters that the runs' gradients are for
+        self._touched: list[Parameter] | None = None  # those that the last step has stepped, on whichever ranks
+        self._stepped: list[list[Tensor]] = []  # by group
+        self._main_params: list[MainParams] = []
+        self._offloads = False
+        self._casts: list[Run] = []  # those whose gradient has another dtype than their main param
+        self._spans: dict[int, Spans] = {}  # by bucket that is gathered in part
+        self._check_whole_groups()
+        self._check_owners_agree()
+        engine.optimizers.append(weakref.ref(self))
+        if self.has_runs and optimizer.state:
+            self._update_groups()
+            state.put(self, state.taken_from(self))
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether this rank has only a part of the state."""
+        return self.is_sharded and not self.is_given_back
+
+    def params(self) -> list[Parameter]:
+        """Returns all parameters in the groups."""
+        return [param for group in self.inner.param_groups for param in group["params"]]
+
+    def model_params(self) -> list[Parameter]:
+        """Returns the model's trainable parameters in the groups."""
+        self._update_groups()
+        return self._params
+
+    def names_by_id(self) -> dict[int, str]:
+        """Returns names by ``id``: of all the model's parameters, frozen ones too, and of extra parameters."""
+        return {id(param): name for name, param in self.engine.named_params().items()} | self.extra_params.names_by_id()
+
+    def num_kept(self) -> dict[int, int] | None:
+        """Returns how many numbers an element the state keeps, by parameter; None if that is not known."""
+        if self.element_names is None:
+            return None
+        self._update_groups()
+        specs = self.engine.layout.params
+        most = max(self._whole_tensors.values(), default=0)
+        return {
+            index: self._whole_tensors.get(len(specs[index].shape), most)
+            if group in self._whole_groups
+            else len(self.element_names)
+            for index, group in self._group_of.items()
+        }
+
+    def owners(self) -> dict[int, int]:
+        """Returns the rank that steps each whole parameter; before there is a plan, as it would be without another
+        order."""
+        self._update_groups()
+        whole = {index for index, group in self._group_of.items() if group in self._whole_groups}
+        if not self.is_sharded:
+            return {}
+        new = sorted(whole - self._owners.keys())
+        return dict(Owners(self.engine.layout, self._owners).extended_by(new).rank_of)
+
+    def step_options(self) -> list[float]:
+        """Returns the numbers with which the optimizer steps and which schedules change, in the order of its groups."""
+        options = (group.get(name) for group in self.inner.param_groups for name in ("lr", "weight_decay", "momentum"))
+        return [float(option) for option in options if isinstance(option, int | float)]  # a tensor may be on a device
+
+    # --- trials of new options ----------------------------------------------------------------------------------------
+
+    def try_options(self) -> str | None:
+        """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
+        if self._later_trials is None:
+            return None
+        return self._learn(self._later_trials.of_options(self.engine.known_findings, self.engine.layout.main_dtype))
+
+    def _check_whole_groups(self) -> None:
+        """Raises OptimizerNotShardableError for a parameter that is stepped whole, and is divided over ranks."""
+        engine = self.engine
+        for number in self._whole_groups:
+            for param in self.inner.param_groups[number]["params"]:
+                index = engine.index_by_id.get(id(param))
+                if index is not None and engine.local_parts.is_cut(param):
+                    raise OptimizerNotShardableError(
+                        f"{type(self.inner).__name__} updates parameters as wholes, and parameter "
+                        f"{engine.layout.params[index].name!r} is {engine.model_parallel.kind_of_parts}: each rank has "
+                        "a part of it, and none all. Give such parameters a group or an optimizer that updates every "
+                        "element by itself (AdamW, SGD), or leave the parameter undivided"
+                    )
+
+    def _check_not_divided(self) -> None:
+        """Raises OptimizerNotShardableError if a parameter with flat shards was put into a group of whole ones."""
+        for index in sorted(self._divided):
+            number = self._group_of.get(index)
+            if number in self._whole_groups:
+                raise OptimizerNotShardableError(
+                    f"parameter {self.engine.layout.params[index].name!r} is divided into flat shards, and is in "
+                    f"group {number} now, which {type(self.inner).__name__} steps whole: put it there before the "
+                    "optimizer is wrapped"
+                )
+
+    def _check_not_whole_elsewhere(self) -> None:
+        """Raises ValueError if another optimizer steps a parameter whole: this one's shards would not be gathered."""
+        self._update_groups()
+        flat = self._group_of.keys() - self.owners().keys()
+        for other in (ref() for ref in self.engine.optimizers):
+            taken = sorted(flat & other.owners().keys()) if other is not None and other is not self else []
+            if taken:
+                raise ValueError(
+                    f"parameter {self.engine.layout.params[taken[0]].name!r} is in two optimizers: one steps it "
+                    "whole, and this one as flat shards. Leave it in one of them"
+                )
+
+    def _check_owners_agree(self) -> None:
+        """Raises LayoutMismatchError if the ranks have other groups of whole parameters. Collective."""
+        if not (self.is_sharded and self._whole_groups):
+            return
+        of_ranks = self.engine.collectives.all_gather_objects(sorted(self.owners().items()))
+        if any(owners != of_ranks[0] for owners in of_ranks):
+            raise LayoutMismatchError(
+                "ranks disagree on which parameters are stepped whole: their optimizers have different groups or "
+                f"options. The number of these parameters by rank: {[len(owners) for owners in of_ranks]}"
+            )
+
+    def _learn(self, findings: Findings | None) -> str | None:
+        if findings is None or findings.reason is not None:
+            return None if findings is None else findings.reason
+        self._whole_groups |= findings.whole_groups
+        return None
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def _update_groups(self) -> None:
+        index_by_id = self.engine.index_by_id
+        lists = [group["params"] for group in self.inner.param_groups]
+        sizes = [len(index_by_id), *map(len, lists)]
+        if sizes == self._sizes and all(map(operator.is_, lists, self._lists)):
+            return
+        self._lists = lists  # referenced, so that no later list has the address of one of them
+        self._sizes = sizes
+        self._num_updates += 1
+        self._group_of = {}
+        self._params = []
+        for number, group in enumerate(self.inner.param_groups):
+            for param in group["params"]:
+                index = index_by_id.get(id(param))
+                if index is not None:
+                    self._group_of[index] = number
+                    self._params.append(param)
+
+    def prepare(self) -> None:
+        """Makes the runs, as soon as there is a plan, and again when groups or parameters have changed."""
+        memory = self.engine.reducer.memory
+        if memory is None or not self.has_runs or self.is_given_back:
+            return
+        self._update_groups()
+        if self._runs_are_of == (memory.layout, self._num_updates):
+            return
+        self._check_not_whole_elsewhere()
+        self._check_not_divided()
+        named = state.local_state(self)
+        if not self.runs and named:
+            named = state.moved(self, named, self.pending_layout or memory.layout)
+            self.pending = {}
+        for run in self.runs:
+            self.inner.state.pop(run.main, None)
+        named |= state.taken_from(self)  # of parameters that were frozen
+        reducer = self.engine.reducer
+        if self.is_sharded:
+            self._owners = self.owners()
+            self._divided = self._group_of.keys() - self._owners.keys()
+            rank = self.engine.collectives.rank
+            runs = make_runs(memory, reducer.buckets, rank, self._group_of, self._owners, self._joined_groups())
+            self.engine.gather.connect(memory, memory.layout.buckets, self.engine.params, self.engine.module)
+        else:
+            parts = {index: self.engine.local_parts.local_view(self.engine.params[index]) for index in self._group_of}
+            runs = make_unsharded_runs(memory, reducer.buckets, self._group_of, parts)
+        self._runs_are_of = (memory.layout, self._num_updates)
+        self._buckets = [
+            bucket for bucket in reducer.buckets if not self._group_of.keys().isdisjoint(bucket.plan.params)
+        ]
+        self._spans = {}
+        for bucket in self._buckets:
+            if not self._owners.keys().isdisjoint(bucket.plan.params):
+                mine = self._group_of.keys() & set(bucket.plan.params)
+                self._spans[bucket.plan.index] = Owners(memory.layout, self._owners).stepped_spans(bucket.plan, mine)
+        self.set_runs(runs)
+        state.put_local(self, named)
+        self._pointers = self._pointers_now() if not self.is_sharded else []
+
+    def _joined_groups(self) -> set[int]:
+        """Returns the groups in which neighbours are stepped as one tensor. A fused kernel of the host rounds the last
+        elements of each tensor differently."""
+        is_on_host = devices.is_on_host(self.engine.device) or self.engine.layout.offloads_state
+        groups = enumerate(self.inner.param_groups)
+        return {n for n, group in groups if self._may_join and not (is_on_host and group.get("fused"))}
+
+    def set_runs(self, runs: Sequence[Run]) -> None:
+        """Steps these from now on."""
+        self.runs = list(runs)
+        self._runs_of = {bucket.plan.index: [] for bucket in self._buckets}
+        for run in self.runs:
+            self._runs_of[run.bucket].append(run)
+        self._stepped = [[run.main for run in runs if run.group == n] for n in range(len(self.inner.param_groups))]
+        self._main_params = main_params_of(self.runs)
+        self._casts = [run for run in runs if run.copies_grad]
+        self._offloads = any(run.host_grad is not None for run in runs)
+        self._flags = {}
+        self._touched = None
+
+    # --- the step -----------------------------------------------------------------------------------------------------
 
     def finish_grads(self) -> None:
         """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use.
 
         Without shards ``.grad`` is used as it is, reduced or not, as under torch DDP.
         """
-        engine, shard_set = self.engine, self.shard_set
-        engine.check_open()
-        if shard_set.sharded:
-            engine.finish_grad_sync()
-        shard_set.add_new_params()
-        if shard_set.sharded:
-            engine.grad_buffers.adopt_written_grads(shard_set.param_indices())
-        else:
-            engine.grad_buffers.cut_grads(shard_set.param_indices())
-            engine.reducer.tokens.finish_on_this_rank()
+        self.engine.check_open()
+        reducer = self.engine.reducer
+        if not self.is_sharded:
+            reducer.recover()
+            if self.has_runs:
+                if self.engine.local_parts.has_parts:
+                    self._add_up_sums()
+                reducer.make_plan()
+                for bucket in reducer.buckets:
+                    if bucket.has_written():
+                        bucket.adopt_local()
+            return
+        reducer.finish_local()
+        for bucket in reducer.buckets:
+            if bucket.state is State.REDUCED and bucket.has_written():
+                bucket.adopt_written()
 
-    # --- trials of new options ---------------------------------------------------------------------------------------
-
-    @property
-    def accepts_arguments(self) -> bool:
-        """Whether ``step`` may have other arguments than a closure: not with parts of parameters, where a norm or a
-        mean that they switch on would be another one."""
-        return self._later_trials is None
-
-    def try_options(self) -> str | None:
-        """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
-        if (trials := self._later_trials) is None:
-            return None
-        return self._learn(trials.of_options(self.engine.known_findings, self.shard_set.layout.main_dtype))
-
-    def _learn(self, findings: Findings | None) -> str | None:
-        if findings is None or findings.reason is not None:
-            return None if findings is None else findings.reason
-        self.shard_set.whole.groups |= findings.whole_groups
-        return self.shard_set.states.learn(findings)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As DistributedOptimizer's. Collective if any parameter of the wrapped model was not trained before."""
-        # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
-        self.inner.add_param_group(param_group)
-        try:
-            self.shard_set.extra_params.find()
-            check_main_params(self.inner, self.engine)
-            if (reason := self.try_options()) is not None:
-                raise not_shardable(self.inner, self.engine, reason)
-        except ValueError:
-            self.inner.param_groups.pop()
-            raise
-        self.engine.include_trainable()
-        self.shard_set.add_new_params()
-
-    # --- the step ----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether its model trains with replicas."""
-        return self._replica_state is not None
-
-    def note_scaler(self) -> None:
-        """Reports to the replicas that a scaler decides whether this optimizer steps: the window has ended."""
-        across = self.engine.reducer.across
-        assert across is not None
-        across.replicas.note_scaler()
-
-    def skips_step(self) -> bool:
-        """Returns True if there is nothing to step: other replicas have, or fewer than their ``minimum`` are left.
-
-        Raises:
-            ValueError: for gradients that this step would reduce: it would come too late to know it.
-        """
-        across = self.engine.reducer.across
-        assert across is not None
-        assert self._replica_state is not None
-        if self.engine.reducer.has_local_grads:
-            raise ValueError(
-                "step() with gradients of backwards under no_sync() only: with replicas the last one before a step "
-                "is outside of no_sync()"
-            )
-        self._replica_state.check()
-        across.replicas.note_step(self._replica_state.numbers())
-        return across.replicas.is_skipped
+    def _add_up_sums(self) -> None:
+        """Adds up gradients that are sums over tensor ranks, and were not reduced. Collective over tensor ranks."""
+        parts = self.engine.local_parts
+        with_grad = [(param, param.grad) for param in self.model_params()]
+        sums = [param for param, grad in with_grad if grad is not None and not parts.is_cut_alike(param, grad)]
+        for param, part in zip(sums, parts.local_grads(sums), strict=True):
+            assert part is not None, "it has a gradient"
+            param.grad = parts.as_grad(param, part)
 
     def step_params(self, arguments: StepArguments) -> Any:
-        """Steps the Parameters themselves, without shards. The user's optimizer may call the closure several times."""
-        if (closure := arguments.closure) is None:
+        """Steps the Parameters themselves, without runs. The user's optimizer may call the closure several times."""
+        closure = arguments.closure
+        if closure is None:
             self._begin_step()
         else:
 
@@ -182,203 +333,405 @@ class ShardedOptimizer:
 
             arguments = arguments.with_closure(evaluate)
         result = arguments.call(self.inner.step)
-        if not type(self.inner).__module__.startswith("torch.optim."):  # torch's keep no gradients
-            copy_kept_grads(self.inner.state, ((param, param.grad) for param in self.shard_set.params()))
-        self.engine.emit(EventKind.STEP_END, 0)
-        self.num_steps_done += 1
+        if not self._is_torchs:
+            copy_kept_grads(self.inner.state, ((param, param.grad) for param in self.params()))
+        self._end_step()
         return result
 
     def step(self, arguments: StepArguments) -> None:
-        """Steps this rank's shards or main params; ``arguments``: of the user's ``step``, without the closure, none for
-        shards."""
+        """Steps this rank's runs; ``arguments``: of the user's ``step``, without the closure."""
         self.finish_grads()
-        storage = self.shard_set.states.storage
-        if not self.shard_set.sharded:
-            self._begin_step()
-            step_main_params(self.shard_set, arguments)
-            self.engine.emit(EventKind.STEP_END, 0)
+        if has_user_hooks(self.inner):
+            with self.calls_allowed(), innermost_call(self.inner, self._watched_step):
+                arguments.call(self.inner.step)
         else:
-            try:
-                self._step_watched() if has_user_hooks(self.inner) else self._step_shards()
-            finally:
-                if storage is not None:
-                    storage.end_step(self.engine.collectives)
-        # A wrapper of user code may have skipped the step: then none has begun, and none is counted.
-        self.num_steps_done = self.shard_set.num_steps_begun
+            with self._runs_in_groups(), self.calls_allowed():
+                arguments.call(self.inner.step)
+
+    def _watched_step(self) -> contextlib.AbstractContextManager[None]:
+        self.finish_grads()  # again, after the hooks: one may have written a gradient
+        return self._runs_in_groups()
 
     def _begin_step(self) -> None:
-        self.shard_set.num_steps_begun = self.num_steps_done + 1
-        self.engine.reducer.stepped_options += self.shard_set.step_options()
-        self.shard_set.extra_params.warn_once()
-        if not self.shard_set.sharded:
-            self.engine.reducer.tokens.finish_on_this_rank()
+        self.num_steps_begun = self.num_steps_done + 1
+        reducer = self.engine.reducer
+        reducer.stepped_options += self.step_options()
+        reducer.num_steps += 1
+        if not self.is_sharded and reducer.tokens.is_used:
+            reducer.tokens.finish_on_this_rank(
+                reducer.buckets, f"rank {self.engine.collectives.rank}", reducer.num_steps
+            )
+        self.extra_params.warn_once()
         self.engine.emit(EventKind.STEP_START, 0)
 
-    def _step_watched(self) -> None:
-        """Calls the optimizer once, with the model's Parameters in its groups; see [Note: hooks and wrappers]."""
-
-        def innermost() -> contextlib.AbstractContextManager[None]:
-            self.finish_grads()  # again, after the hooks: one may have written a gradient
-            return self._in_one_call(self._begin_shards())
-
-        with self.shard_set.calls_allowed(), innermost_call(self.inner, innermost):
-            self.inner.step()
+    def _end_step(self) -> None:
+        self.engine.emit(EventKind.STEP_END, 0)
+        self.num_steps_done = self.num_steps_begun
 
     @contextlib.contextmanager
-    def _in_one_call(self, begun: _Begun) -> Iterator[None]:
-        """Puts all that this rank steps into the groups while this is open, and gathers the new weights afterwards."""
-        storage, buckets = self.shard_set.states.storage, sorted(begun.changing, reverse=True)
-        whole = [param for bucket in begun.order for param in self._whole_params_ready_in(bucket, begun.with_grads)]
-        flat = begun.runs if storage is None else storage.uncut_slices(begun.runs)
-        with (
-            self._gathering_after_an_error(begun, buckets),
-            self._holding([*flat, *whole], with_extra_params=True),
-        ):
-            yield
-        self._end_shards(begun, buckets)
+    def _runs_in_groups(self) -> Iterator[None]:
+        """Puts the runs into the groups, with their gradients, while this is open, and gathers the new weights.
 
-    def _step_shards(self) -> None:
-        begun, storage = self._begin_shards(), self.shard_set.states.storage
-        if storage is None:
-            with self._in_one_call(begun):
-                self.inner.step()
-        else:
-            self._step_slices(begun, storage)
-
-    def _step_slices(self, begun: _Begun, storage: StateStorage) -> None:
-        """Calls the optimizer for one slice after the other, so that few of them have state on the device."""
-        states, buckets = self.shard_set.states, sorted(begun.changing, reverse=True)
-        cuts = {run.group: states.may_join(self.inner.param_groups[run.group]) for run in begun.runs}
-        with self._gathering_after_an_error(begun, buckets):
-            storage.begin_step(begun.runs, begun.order, cuts)
-            for bucket in begun.order:
-                for slices in storage.slices(bucket):
-                    self._step_runs(slices)
-                    del slices  # before the next ones are made
-                self._step_runs(self._whole_params_ready_in(bucket, begun.with_grads))
-            self._step_runs([], with_extra_params=bool(self.shard_set.extra_params.grads()))
-        self._end_shards(begun, buckets)
-
-    @contextlib.contextmanager
-    def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
-        """Gathers these buckets with the present weights if the optimizer's step fails in the block.
-
-        Hazard: ranks have different parameters, so a step that fails on all ranks fails at a different bucket on each,
-        and not at all on a rank that steps none. Code that catches the error continues. Then all ranks must have
-        launched the same collectives, and have the same weights, with no gather pending. If a collective failed, the
-        other ranks do not reach the next ones, so nothing is launched.
+        Hazard: ranks have different runs, so a step that fails on all ranks fails at a different one on each, and not
+        at all on a rank that has none. Code that catches the error continues. Then all ranks must have launched the
+        same gathers. If a collective failed, the other ranks do not reach the next ones, so nothing is launched.
         """
-        engine = self.engine
-        assert engine.param_buffers is not None, "sharded"
+        self._wait_for_weights()
+        self.prepare()
+        if self._offloads:  # the host waits for gradients next, and a rank may be gone
+            self.engine.collectives.wait_for_device(self.engine.device, "a collective before the optimizer's step")
+        self._set_grads()
+        for main_params in self._main_params:
+            main_params.take_outside_changes()
+        self._begin_step()
         try:
-            yield
+            with self._memory_kept(), self.in_groups(self._with_extra_params()):
+                yield
         except CollectiveError:
             raise
         except BaseException:
             with contextlib.suppress(CollectiveError):
-                for bucket in buckets:
-                    self.shard_set.start_gather(bucket, begun.indices)
-                engine.param_gather.finish()
+                self._end_runs()
+                self.engine.gather.finish()
             raise
-
-    def _begin_shards(self) -> _Begun:
-        engine, shard_set, layout = self.engine, self.shard_set, self.shard_set.layout
-        assert engine.param_buffers is not None, "sharded"
-        indices, whole = shard_set.param_indices(), shard_set.whole
-        whole.check_not_owned(indices)
-        whole.check_groups(shard_set.inner, shard_set.sharded_index)
-        engine.param_gather.finish()
-        engine.param_buffers.recapture()
-        changing_params, has_grad = self._changing(indices), engine.grad_buffers.has_grad
-        with_grads = {index for index in changing_params if has_grad[index]}
-        shards = shard_set.shards
-        if whole.indices:
-            shards = {index: shard for index, shard in shards.items() if shard.is_cut}
-        runs = shard_set.states.join(shards, with_grads)
-        changing = {layout.slots[index].bucket for index in changing_params}
-        self._begin_step()
-        # Buckets are numbered in the order of backward; the next forward needs the last one first.
-        order = sorted(changing | {run.bucket for run in runs}, reverse=True)
-        if whole.indices:
-            whole.send_grads(order, changing_params)
-        return _Begun(indices, with_grads, runs, changing, order)
-
-    def _changing(self, indices: Iterable[int]) -> set[int]:
-        """Returns the parameters that some rank may step.
-
-        It is the same on all ranks, since it depends only on ``requires_grad`` and on the reductions, not on gradients,
-        which user code may write on one rank only. A parameter that was frozen after its gradient was reduced is
-        stepped once more, with that gradient.
-        """
-        params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self.reductions
-        return {i for i in indices if params[i].requires_grad or reductions[i] != stepped.get(i, 0)}
-
-    def _end_shards(self, begun: _Begun, to_gather: Iterable[int]) -> None:
-        engine = self.engine
-        engine.emit(EventKind.STEP_END, 0)
-        for bucket in to_gather:
-            self.shard_set.start_gather(bucket, begun.indices)
-        if engine.config.overlap_param_gather:
-            engine.param_gather.wait_on_first_read()
-        else:
-            engine.param_gather.finish()
-        self.shard_set.states.cut_begun(begun.runs)
-        # A backward through a graph from before the step must raise, as it does with torch's optimizers.
-        torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])
-        num_reductions = map(engine.reducer.num_reductions.__getitem__, begun.indices)
-        self.reductions.update(zip(begun.indices, num_reductions, strict=True))
-
-    # --- the calls of the user's optimizer ---------------------------------------------------------------------------
-
-    def _whole_params_ready_in(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
-        """Waits for the gradients of a bucket's whole parameters; returns those that this rank owns and steps now."""
-        states, slots, shards = self.shard_set.states, self.shard_set.layout.slots, self.shard_set.shards
-        return [
-            WholeParam(bucket, states.group_of[index], slots[index].start, shards[index], grad)
-            for index, grad in self.shard_set.whole.wait_for_grads(bucket).items()
-            if index in with_grads
-        ]
-
-    def _step_runs(self, runs: Sequence[Steppable], *, with_extra_params: bool = False) -> None:
-        """Calls the optimizer with these in its groups, if there are any. Extra parameters are in one call a step."""
-        if runs or with_extra_params:
-            with self._holding(runs, with_extra_params=with_extra_params):
-                self.inner.step()
+        self._end_step()
+        self._end_runs()
 
     @contextlib.contextmanager
-    def _holding(self, runs: Sequence[Steppable], *, with_extra_params: bool) -> Iterator[None]:
-        """Puts these into the optimizer's groups, with their gradients, while this is open."""
-        stepped = self.shard_set.extra_params.stepped() if with_extra_params else [[] for _ in self.inner.param_groups]
-        tensors = [tensor for run in runs for tensor in run.tensors]
-        places = [tensor.detach() for tensor in tensors]
+    def _memory_kept(self) -> Iterator[None]:
+        """Guards a step of a class that is not torch's: it may replace memory or keep gradients."""
+        if self._is_torchs:
+            yield
+            return
+        mains = [run.main for run in self.runs]
+        grads = [main.grad for main in mains]
+        memory = [main.detach() for main in mains]
         try:
-            with self._state_on_device(runs), self._main_params_loaded(runs):
-                for run in runs:
-                    run.set_grad()
-                    stepped[run.group] += run.tensors
-                grads = [tensor.grad for tensor in tensors]
-                try:
-                    with self.shard_set.groups_of(stepped):
-                        yield
-                finally:  # after an error too: the next step uses the same tensors
-                    bring_back(tensors, places)
-                copy_kept_grads(self.inner.state, zip(tensors, grads, strict=True))
-        finally:
-            for tensor in tensors:
-                tensor.grad = None
+            yield
+        finally:  # after an error too: the next step uses the same tensors
+            bring_back(mains, memory)
+        copy_kept_grads(self.inner.state, zip(mains, grads, strict=True))
 
-    def _state_on_device(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
-        """Fetches the state of slices while this is open, if a storage has it."""
-        if (storage := self.shard_set.states.storage) is None:
-            return contextlib.nullcontext()
-        return storage.on_device(runs)
+    def _wait_for_weights(self) -> None:
+        self.engine.gather.finish()
+        memory = self.engine.reducer.memory
+        if memory is not None and memory.weights is not None:
+            memory.weights.recapture()
+        elif self.runs and self._pointers_now() != self._pointers:
+            self._runs_are_of = None  # user code gave parameters other memory, and new runs are made
+
+    def _pointers_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, map(self.engine.local_parts.local_view, self._params)))
+
+    def _end_runs(self) -> None:
+        for main_params in self._main_params:
+            main_params.round()
+        if self.is_sharded:
+            buckets = [bucket.plan.index for bucket in self._buckets if 1 in bucket.used]
+            # The first layers, which the next forward needs first, are in the last buckets.
+            self.engine.gather.start(buckets[::-1], self._spans)
+            self.engine.gather.finish_step()
+        # A backward through a graph from before the step must raise, as it does with torch's optimizers.
+        if self._touched is None:
+            self._touched = [
+                param
+                for bucket in self._buckets
+                for param, flag in zip(bucket.params, self._flags[bucket.plan.index], strict=True)
+                if flag and self.engine.index_by_id[id(param)] in self._group_of
+            ]
+        torch.autograd.graph.increment_version(self._touched)
+
+    def _with_extra_params(self) -> list[list[Tensor]]:
+        if not self.extra_params.params:
+            return self._stepped
+        extra = self.extra_params.stepped()
+        stepped = self._stepped or [[] for _ in extra]
+        return [[*tensors, *others] for tensors, others in zip(stepped, extra, strict=True)]
 
     @contextlib.contextmanager
-    def _main_params_loaded(self, runs: Sequence[Steppable]) -> Iterator[None]:
-        """On entry copies outside changes of weights into main params; on exit writes these back into the weights."""
-        with_weights = [(run.main, run.weights) for run in runs if run.weights is not None]
-        for main, weights in with_weights:
-            take_outside_changes(main, weights, weights.dtype)
-        yield
-        for main, weights in with_weights:
-            weights.copy_(main)
+    def in_groups(self, stepped: Sequence[list[Tensor]]) -> Iterator[None]:
+        """Puts these tensors into the groups while this is open."""
+        groups = self.inner.param_groups
+        params = [group["params"] for group in groups]
+        for group, tensors in zip(groups, stepped or [[] for _ in groups], strict=True):
+            group["params"] = tensors
+        try:
+            yield
+        finally:
+            # Read again, since load_state_dict makes new group dictionaries.
+            for group, before in zip(self.inner.param_groups, params, strict=True):
+                group["params"] = before
+
+    # --- other methods of the user's optimizer ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def state_in_place(self) -> Iterator[None]:
+        """Puts the tensors that have state into the groups while this is open: runs, or the Parameters before there is
+        a plan and a state."""
+        if self.pending:
+            self.engine.reducer.make_plan()
+        if self.engine.reducer.memory is None:
+            try:
+                with self.calls_allowed():
+                    yield
+            finally:
+                state.put(self, state.taken_from(self))
+            return
+        self._wait_for_weights()
+        self.prepare()
+        with self._all_in_groups():
+            yield
+
+    @contextlib.contextmanager
+    def _all_in_groups(self) -> Iterator[None]:
+        for main_params in self._main_params:
+            main_params.take_outside_changes()
+        stepped = self._stepped or [[] for _ in self.inner.param_groups]
+        extra = self.extra_params.by_group()
+        with self.in_groups([[*runs, *others] for runs, others in zip(stepped, extra, strict=True)]):
+            with self.calls_allowed():
+                yield
+        for main_params in self._main_params:
+            main_params.round()
+
+    @contextlib.contextmanager
+    def all_in_groups(self) -> Iterator[None]:
+        """Puts what is stepped into the place of each Parameter in the groups, where every rank steps all of them."""
+        mains = {id(self.engine.params[run.members[0].param]): run.main for run in self.runs}
+        groups = [[mains.get(id(param), param) for param in group["params"]] for group in self.inner.param_groups]
+        with self.in_groups(groups), self.calls_allowed():
+            yield
+
+    def gather_all(self) -> None:
+        """Gathers all weights after they were changed without a step. Collective."""
+        gather = self.engine.gather
+        gather.start([bucket.plan.index for bucket in self._buckets][::-1], self._spans)
+        gather.finish()
+        torch.autograd.graph.increment_version(self._params)  # a backward through an earlier graph must raise
+
+    @contextlib.contextmanager
+    def grads_in_place(self) -> Iterator[None]:
+        """Puts main params with their gradients into the groups while this is open, where every rank has all."""
+        self.finish_grads()
+        self._wait_for_weights()
+        self.prepare()
+        self._set_grads()
+        with_grad = [run for run in self.runs if run.main.grad is not None]
+        with self._all_in_groups(), self._memory_kept():
+            before = [(run, run.weights, run.weights.clone()) for run in self.runs if run.weights is not None]
+            yield
+        params = self.engine.params
+        # Only changed weights: otherwise graphs that are still right would be invalid.
+        changed = [run for run, weights, old in before if not torch.equal(weights, old)]
+        torch.autograd.graph.increment_version([params[run.members[0].param] for run in changed])
+        for run in with_grad:
+            if run.main.grad is None:  # the method dropped it, which means the parameter's
+                params[run.members[0].param].grad = None
+            elif run.main.grad is not run.grad:
+                grad = run.grad
+                if grad is None:  # autograd's own
+                    grad = self.engine.local_parts.local_grad(params[run.members[0].param])
+                assert grad is not None, "it has a gradient"
+                grad.copy_(run.main.grad)
+        self._flags = {}
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def _set_grads(self) -> None:
+        """Sets the runs' gradients: nothing where the same parameters have one as in the last step."""
+        for bucket in self._buckets:
+            number = bucket.plan.index
+            flags = bucket.grad_flags()
+            if flags != self._flags.get(number):
+                self._select(number, dict(zip(bucket.plan.params, flags, strict=True)))
+                self._flags[number] = flags
+                self._touched = None
+        if self._casts:
+            pairs = [(run.main.grad, run.grad) for run in self._casts]
+            torch._foreach_copy_(
+                [grad for grad, _ in pairs if grad is not None],
+                [reduced for grad, reduced in pairs if grad is not None and reduced is not None],
+            )
+        if self._owners:
+            self._send_to_owners()
+        if not self.is_sharded:
+            self._take_own_grads()
+
+    def _take_own_grads(self) -> None:
+        """Takes gradients that are autograd's own; they are not in a bucket's memory."""
+        for run in self.runs:
+            if run.grad is None:
+                grad = self.engine.local_parts.local_grad(self.engine.params[run.members[0].param])
+                run.main.grad = None if grad is None else grad.to(run.main.dtype)
+
+    def _select(self, bucket: int, has_grad: Mapping[int, bool]) -> None:
+        """Sets or drops the gradients of a bucket's runs; a run of which only a part has one is divided."""
+        divided: dict[Run, list[Run]] = {}
+        for run in self._runs_of[bucket]:
+            parts = group_members(run.members, lambda member: has_grad[member.param])
+            if len(parts) > 1:
+                divided[run] = run.split(parts, self.inner.state)
+        if divided:
+            flags = self._flags
+            self.set_runs([part for run in self.runs for part in divided.get(run, [run])])
+            self._flags = flags
+        for run in self._runs_of[bucket]:
+            if not has_grad[run.members[0].param]:
+                run.main.grad = None
+            else:
+                run.main.grad = run.grad_memory()
+
+    def _send_to_owners(self) -> None:
+        """Sends the gradients of whole parameters to the ranks that step them. Collective."""
+        memory = self.engine.reducer.memory
+        assert memory is not None
+        layout = memory.layout
+        ranks = self.engine.shard_collectives
+        for number, buffer in enumerate(layout.buffers):
+            params = [index for index in self._owners if layout.slots[index].buffer == number]
+            params.sort(key=lambda index: layout.slots[index].start)
+            held: list[list[tuple[int, int]]] = [[] for _ in range(ranks.size)]
+            wanted: list[list[tuple[int, int]]] = [[] for _ in range(ranks.size)]
+            for param in params:
+                for rank, part in layout.holders(param):
+                    held[rank].append((part.start, part.end))
+                slot = layout.slots[param]
+                if slot.start < slot.end:
+                    wanted[self._owners[param]].append((slot.start, slot.end))
+            values = redistribute(self._read_grad(number), held, wanted, ranks, buffer.sum_dtype, memory.device)
+            runs = {run.start: run for run in self.runs if run.is_whole and self._buffer_of(run) == number}
+            for (start, _), value in zip(wanted[ranks.rank], values, strict=True):
+                grad = runs[start].main.grad
+                if grad is not None:
+                    flat(grad).copy_(value)
+
+    def _buffer_of(self, run: Run) -> int:
+        return self.engine.layout.buckets[run.bucket].buffer
+
+    def _read_grad(self, buffer: int) -> Any:
+        layout = self.engine.layout
+        rank = self.engine.collectives.rank
+        shards = {layout.shard_range(b.plan, rank): b.shard for b in self._buckets if b.plan.buffer == buffer}
+
+        def read(start: int, end: int) -> Tensor:
+            for (first, last), shard in shards.items():
+                if first <= start and end <= last:
+                    return shard[start - first : end - first]
+            raise AssertionError("a held range is in one shard")
+
+        return read
+
+    def is_flat(self, index: int) -> bool:
+        """Whether each rank steps a part of the parameter."""
+        self._update_groups()
+        return self.is_sharded and index in self._group_of and self._group_of[index] not in self._whole_groups
+
+    def reduced_grads(self, *, counted: bool = False) -> list[Tensor]:
+        """Returns the reduced gradients that this rank owns: a whole shard where all of it is this optimizer's.
+
+        ``counted``: only those that this rank counts in sums over all ranks of the model.
+        """
+        self._update_groups()
+        if not self.is_sharded:
+            return list(self.owned_grads(counted=counted).values())
+        grads = []
+        members = self._counted() if counted else self._group_of.keys()
+        for bucket in self.engine.reducer.buckets:
+            flags = bucket.reduced_flags()
+            mine = list(map(members.__contains__, bucket.plan.params))
+            if all(flags) and all(mine):
+                grads.append(bucket.shard)
+                continue
+            for place in range(len(flags)):
+                owned = bucket.owned(place) if flags[place] and mine[place] else None
+                if owned is not None:
+                    grads.append(owned[1])
+        return grads
+
+    def _counted(self) -> Collection[int]:
+        """Returns the optimizer's parameters whose elements sums over all ranks of the model include on this rank."""
+        engine = self.engine
+        if not engine.model_parallel.groups:
+            return self._group_of.keys()
+        return {index for index in self._group_of if engine.model_parallel.is_counted_here(engine.params[index])}
+
+    def owned_grads(self, *, counted: bool = False) -> dict[int, Tensor]:
+        """Returns the reduced gradients of the optimizer's parameters that this rank owns, by parameter: views, in the
+        gradient dtype. ``counted``: see :meth:`reduced_grads`."""
+        self._update_groups()
+        engine = self.engine
+        members = self._counted() if counted else self._group_of.keys()
+        if not self.is_sharded:
+            # Of all: the local gradient of a sum over tensor ranks is collective over them.
+            grads = {index: engine.local_parts.local_grad(engine.params[index]) for index in self._group_of}
+            return {index: grad for index, grad in grads.items() if grad is not None and index in members}
+        owned = {}
+        for bucket in engine.reducer.buckets:
+            for place, index in enumerate(bucket.plan.params):
+                if index in members and bucket.params[place].grad is not None:
+                    part = bucket.owned(place)
+                    if part is not None:
+                        owned[index] = part[1]
+        return owned
+
+    # --- the user's optimizer between steps ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def calls_allowed(self) -> Iterator[None]:
+        """Allows calls of the user's optimizer while this is open: this package makes them."""
+        before = self._is_called_by_us
+        self._is_called_by_us = True
+        try:
+            yield
+        finally:
+            self._is_called_by_us = before
+
+    def refuse_direct_use(self, *_: Any) -> None:
+        """Hook on the user's optimizer, which has no runs in its groups between steps: raises DirectUseError.
+
+        If the model was closed or dropped, gives the optimizer back instead.
+        """
+        if self._is_called_by_us or self.is_given_back:
+            return
+        if not self.engine.is_in_use:
+            self.engine.close()
+        if self.engine.is_closed:
+            self.give_back(keep_hooks=True)
+        else:
+            raise DirectUseError(
+                "this optimizer steps shards, which it does not hold now: call step(), state_dict() and "
+                "load_state_dict() of the DistributedOptimizer around it, on all ranks (self.optimizers() in a "
+                "LightningModule, what fabric.setup() or accelerator.prepare() returned), not of the optimizer that "
+                "was passed to it"
+            )
+
+    def give_back(self, *, keep_hooks: bool = False) -> None:
+        """Makes the optimizer a plain one, with all of its state on every rank. Collective if it is sharded."""
+        if self.has_runs:
+            state.give_back(self)
+            self.is_given_back = True
+            self.runs = []
+            self.engine.release_groups()
+        if not keep_hooks:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = []
+            self.inner.__dict__.pop("__getstate__", None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As DistributedOptimizer's. Collective if any parameter of the wrapped model was not trained before."""
+        # The user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again.
+        self.inner.add_param_group(param_group)
+        try:
+            self.extra_params.find()
+            check_main_params(self.inner, self.engine)  # type: ignore[arg-type]
+            reason = self.try_options()
+            if reason is not None:
+                raise not_shardable(self.inner, self.engine, reason)  # type: ignore[arg-type]
+            self._check_whole_groups()
+        except ValueError:
+            self.inner.param_groups.pop()
+            raise
+        self.engine.include_trainable()
+        self._check_owners_agree()
+        self.prepare()

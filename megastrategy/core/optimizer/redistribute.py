@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..shards import to_host
+from ..states import to_host
 
 Range = tuple[int, int]
 Ranges = Sequence[Range]

@@ -23,12 +23,12 @@ from torch import Tensor
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import BufferLayout, Domain, ParamSpec
-from ..optimizer import without_state_hooks
-from ..optimizer.plain_optimizer import load_as_torchs
-from ..shards import as_saved, copied, groups_as_saved, number_params, per_element_keys, to_host
+from ..states import as_saved, copied, groups_as_saved, number_params, per_element_keys, to_host
 from ..trials import is_per_element
+from .plain_optimizer import load_as_torchs
 from .redistribute import redistribute
 from .runs import Run, Values, flat, group_members
+from .state_hooks import without_state_hooks
 
 if TYPE_CHECKING:
     from .sharded_optimizer import ShardedOptimizer

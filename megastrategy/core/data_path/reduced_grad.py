@@ -18,6 +18,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ReducedGradError
@@ -202,3 +203,10 @@ class ReducedGrad(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReducedGrad(of {self.represented.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def late_grad(param: Parameter) -> Tensor:
+    """Returns the gradient that arrived while the bucket was sealed."""
+    grad = param.grad.pending if isinstance(param.grad, ReducedGrad) else param.grad
+    assert grad is not None
+    return grad

@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import Directory, OpenDirectory
 from ..errors import CheckpointError
 from ..layout import ParamSpec
 from ..module import CutParam
-from ..shards import FlatShard, as_saved, groups_as_saved, per_element_keys
-from . import state
-from .state import MAIN_PARAM, LocalState, Parts
+from ..optimizer import MAIN_PARAM, LocalState, Parts, ShardedOptimizer, state
+from ..states import FlatShard, as_saved, groups_as_saved, per_element_keys
+from .directory_reader import OpenDirectory
+from .remote_directory import Directory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from .sharded_optimizer import ShardedOptimizer
 
 
 def parts_to_write(optimizer: ShardedOptimizer) -> dict[str, Any]:

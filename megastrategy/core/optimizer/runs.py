@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..data_path import Bucket, Memory
 from ..layout import BufferLayout
-from .bucket import Bucket
-from .memory import Memory
 
 Values = dict[str, Any]
 """The state of one tensor, by name."""

@@ -1,4 +1,10 @@
-"""Contiguous memory for parameters. The only file that assigns ``param.data``."""
+"""Contiguous memory for parameters. The only file that assigns ``param.data``.
+
+[Note: why a view has a storage of its own]
+A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the
+buffer: the same memory, but its storage covers exactly its own bytes. So ``torch.save``, ``safetensors``, ``deepcopy``
+and pickling see tensors that share nothing, and write one parameter where a plain view would write the whole buffer.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ..errors import ParameterChangedError
-from ..layout import BufferLayout, ChunkPlace, contiguous_stride
+from ..layout import BufferLayout, ChunkPlace, ParamSpec, contiguous_stride
 from ..module import NOT_IN_BUFFER, LocalParts, is_in_shared_memory
-from .grad_buffers import check_unchanged, slice_storage, slice_view
 
 
 class ParamBuffers:
@@ -139,3 +144,28 @@ class ParamBuffers:
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:
     """Returns a contiguous tensor of ``shape``, of the dtype of ``like``, in the storage of its chunk."""
     return like.new_empty(0).set_(storage, chunk.start, tuple(shape), contiguous_stride(shape))
+
+
+def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
+    """Returns elements ``[start, start + numel)`` of ``flat`` (1-D, offset 0) as a tensor of ``shape``; see [Note: why
+    a view has a storage of its own]."""
+    if numel == 0:
+        return flat.new_empty(shape)
+    return flat.new_empty(0).set_(slice_storage(flat, start, numel), 0, tuple(shape), tuple(stride))
+
+
+def slice_storage(flat: Tensor, start: int, numel: int) -> UntypedStorage:
+    """Returns a separate storage over the memory of elements ``[start, start + numel)`` of ``flat``."""
+    itemsize = flat.element_size()
+    storage: UntypedStorage = flat.untyped_storage()[start * itemsize : (start + numel) * itemsize]
+    return storage
+
+
+def check_unchanged(part: Tensor, spec: ParamSpec) -> None:
+    """Raises ParameterChangedError if a parameter's part no longer has the dtype and shape of its place."""
+    if part.dtype != spec.dtype or part.shape != spec.shape:
+        raise ParameterChangedError(
+            f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now "
+            f"{part.dtype} of shape {tuple(part.shape)}. Change dtypes and shapes before wrapping, or wrap the "
+            "model again"
+        )
