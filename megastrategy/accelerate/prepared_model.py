@@ -85,7 +85,7 @@ class PreparedModel(DistributedDataParallel):
     def should_sync(self, decision: bool | None) -> bool:
         """Decides as the engine's. Raises NotImplementedError if ranks run different numbers of batches."""
         syncs = super().should_sync(decision)
-        if self._has_uneven_batches and (syncs or self.engine.grad_buffers.reduces_every_backward):
+        if self._has_uneven_batches and (syncs or self.layout.is_pooled):
             raise NotImplementedError(
                 "a backward inside join_uneven_inputs with even_batches=False: a rank that is out of batches cannot "
                 "take part in reducing the gradients of the others, nor in the steps of a sharded optimizer. Leave "
@@ -101,13 +101,10 @@ class PreparedModel(DistributedDataParallel):
     def owned_grads(self, params: Sequence[Parameter]) -> list[Tensor]:
         """Returns this rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
         engine = self.engine
-        engine.finish_grad_sync()
+        engine.finish_grads()
         if not self.is_sharded:
             return [grad for grad in engine.local_parts.local_grads(params) if grad is not None]
-        indices = [engine.index_by_id[id(param)] for param in params]
-        engine.grad_buffers.adopt_written_grads(indices)
-        grads = [engine.grad_buffers.owned(index) for index in indices if engine.grad_buffers.has_grad[index]]
-        return [grad for grad in grads if grad is not None]
+        return engine.reduced_grads({engine.index_by_id[id(param)] for param in params})
 
 
 # --- prepared models of this process ---------------------------------------------------------------------------------
@@ -158,16 +155,18 @@ def clip_norm_(
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():
         scale_to_norm_([*grads, *extra_grads], norm, max_norm)
+        for model, _ in parts:
+            model.engine.zero_padding()
     return norm
 
 
 def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> list[Tensor]:
     """Lists this rank's parts of the gradients without replicas that another tensor rank counts."""
-    return [
-        grad
-        for model, params in parts
-        for grad in model.owned_grads([param for param in params if model.engine.model_parallel.is_counted_here(param)])
-    ]
+    grads = []
+    for model, params in parts:
+        is_counted = model.engine.model_parallel.is_counted_here
+        grads += model.owned_grads([param for param in params if is_counted(param)])
+    return grads
 
 
 def clip_value_(

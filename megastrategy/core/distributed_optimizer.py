@@ -313,10 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_finite(norm, norm_type)
         with torch.no_grad():
             scale_to_norm_([*grads, *impl.extra_params.grads()], norm, max_norm)
-            # A factor that is not finite makes the elements between parameters NaN, and later norms with them.
-            padding = [gap for bucket in engine.reducer.buckets for gap in bucket.padding]
-            if padding:
-                torch._foreach_zero_(padding)
+            engine.zero_padding()
         return norm
 
     def _norm_of(self, grads: list[Tensor], norm_type: float) -> Tensor:

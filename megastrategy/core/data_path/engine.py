@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ from ..module import (
     param_spec,
 )
 from ..trials import KnownFindings
-from .bucket import get_grad, set_grads
+from .bucket import State, get_grad, set_grads
 from .gather import Gather
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .norms import norms_of, norms_over_owners, zero_norms
@@ -347,6 +347,38 @@ class Engine:
         self.check_open()
         self.reducer.finish_local()
 
+    def finish_grads(self) -> None:
+        """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use of
+        reduced gradients. Collective if gradients remain."""
+        self.finish_grad_sync()
+        for bucket in self.reducer.buckets if self.is_sharded else ():
+            if bucket.state is State.REDUCED and bucket.has_written():
+                bucket.adopt_written()
+
+    def reduced_grads(self, members: Collection[int]) -> list[Tensor]:
+        """Returns the reduced gradients that this rank owns of these parameters of the layout, with shards: views.
+
+        A whole shard where all of it is theirs, with the elements between parameters.
+        """
+        grads = []
+        for bucket in self.reducer.buckets:
+            flags = bucket.reduced_flags()
+            is_member = list(map(members.__contains__, bucket.plan.params))
+            if all(flags) and all(is_member):
+                grads.append(bucket.shard)
+                continue
+            for place in range(len(flags)):
+                owned = bucket.owned(place) if flags[place] and is_member[place] else None
+                if owned is not None:
+                    grads.append(owned[1])
+        return grads
+
+    def zero_padding(self) -> None:
+        """Zeroes the elements between parameters, which a factor that is not finite has made NaN."""
+        padding = [gap for bucket in self.reducer.buckets if bucket.is_sharded for gap in bucket.padding]
+        if padding:
+            torch._foreach_zero_(padding)
+
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns the full reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if
         it has none. Collective with reduce-scatter.
@@ -499,7 +531,7 @@ class Engine:
         try:
             self.gather.finish()
         finally:
-            self.reducer.close()
+            self.reducer.close(keeps_grads=self.wrapper() is None)
             withdraw_main_grads(self._declared)
             memory = self.reducer.memory
             if memory is not None and memory.weights is not None:

@@ -72,7 +72,7 @@ from .param_buffers import check_unchanged
 from .plan import plan_as_seen
 from .pooled import PooledBucket
 from .preparation import DeferredBatch, Preparation, backward_starts
-from .reduced_grad import NO_GRAPH_TASK, inside_backward, inside_node, late_grad
+from .reduced_grad import NO_GRAPH_TASK, ReducedGrad, inside_backward, inside_node, late_grad
 from .tokens import TOO_LATE, TokenWindow
 
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -822,16 +822,22 @@ class Reducer:
             if param.grad is not None:
                 param.grad.detach().zero_()
 
-    def close(self) -> None:
-        """Removes the hooks, without waiting for reductions: after an error on another rank they might never end."""
+    def close(self, *, keeps_grads: bool) -> None:
+        """Removes the hooks, without waiting for reductions: after an error on another rank they might never end.
+
+        ``keeps_grads``: full gradients in the parameter's dtype stay, as when torch DDP's wrapper is dropped.
+        """
         self.remove_hooks()
         self._main_grads.close()
         self._swap_guards.clear()
         self._accumulators.drop()
-        set_grads(self.params, [None] * len(self.params))
         for param, spec in zip(self.params, self.layout.params, strict=True):
+            grad = param.grad
+            param.grad = None
             if spec.dtype in SIXTEEN_BIT_DTYPES and spec.grad_dtype != spec.dtype:
                 param.grad_dtype = spec.dtype
+            elif keeps_grads and not isinstance(grad, ReducedGrad):
+                param.grad = grad
         self.buckets = []
 
 

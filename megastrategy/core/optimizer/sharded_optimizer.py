@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import devices
-from ..data_path import Bucket, Engine, State
+from ..data_path import Bucket, Engine
 from ..errors import CollectiveError, DirectUseError, LayoutMismatchError, OptimizerNotShardableError
 from ..events import EventKind
 from ..layout import BufferLayout, Owners, Spans
@@ -229,7 +229,7 @@ class ShardedOptimizer:
     def prepare(self) -> None:
         """Makes the runs, as soon as there is a plan, and again when groups or parameters have changed."""
         memory = self.engine.reducer.memory
-        if memory is None or not self.has_runs or self.is_given_back:
+        if memory is None or not self.has_runs or self.is_given_back or self.engine.is_closed:
             return
         self._update_groups()
         if self._runs_are_of == (memory.layout, self._num_updates):
@@ -293,22 +293,19 @@ class ShardedOptimizer:
 
         Without shards ``.grad`` is used as it is, reduced or not, as under torch DDP.
         """
+        if self.is_sharded:
+            self.engine.finish_grads()
+            return
         self.engine.check_open()
         reducer = self.engine.reducer
-        if not self.is_sharded:
-            reducer.recover()
-            if self.has_runs:
-                if self.engine.local_parts.has_parts:
-                    self._add_up_sums()
-                reducer.make_plan()
-                for bucket in reducer.buckets:
-                    if bucket.has_written():
-                        bucket.adopt_local()
-            return
-        reducer.finish_local()
-        for bucket in reducer.buckets:
-            if bucket.state is State.REDUCED and bucket.has_written():
-                bucket.adopt_written()
+        reducer.recover()
+        if self.has_runs:
+            if self.engine.local_parts.has_parts:
+                self._add_up_sums()
+            reducer.make_plan()
+            for bucket in reducer.buckets:
+                if bucket.has_written():
+                    bucket.adopt_local()
 
     def _add_up_sums(self) -> None:
         """Adds up gradients that are sums over tensor ranks, and were not reduced. Collective over tensor ranks."""
@@ -634,19 +631,7 @@ class ShardedOptimizer:
         self._update_groups()
         if not self.is_sharded:
             return list(self.owned_grads(counted=counted).values())
-        grads = []
-        members = self._counted() if counted else self._group_of.keys()
-        for bucket in self.engine.reducer.buckets:
-            flags = bucket.reduced_flags()
-            mine = list(map(members.__contains__, bucket.plan.params))
-            if all(flags) and all(mine):
-                grads.append(bucket.shard)
-                continue
-            for place in range(len(flags)):
-                owned = bucket.owned(place) if flags[place] and mine[place] else None
-                if owned is not None:
-                    grads.append(owned[1])
-        return grads
+        return self.engine.reduced_grads(self._counted() if counted else self._group_of.keys())
 
     def _counted(self) -> Collection[int]:
         """Returns the optimizer's parameters whose elements sums over all ranks of the model include on this rank."""
