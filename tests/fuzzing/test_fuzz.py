@@ -12,7 +12,7 @@ import pytest
 
 from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from megastrategy.core.config import field_names
-from megastrategy.core.engine.engine import Engine
+from megastrategy.core.data_path.engine import Engine
 from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.optimizer import main_param_buffer
 from megastrategy.core.optimizer.shard_set import ShardSet

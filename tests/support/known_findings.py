@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megastrategy.core import KnownFindings
-from megastrategy.core.engine import engine
+from megastrategy.core.data_path import engine
 from megastrategy.core.trials.elementwise import Findings
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megastrategy.core.buffers import contiguous_buffers, param_buffers
+from megastrategy.core.data_path import memory, param_buffers
 
 VARIABLE = "ODD_OFFSETS"
 """The environment variable that tests/support/__init__.py reads, in ranks that are other processes too."""
@@ -51,7 +51,7 @@ class _Torch(ModuleType):
 
 def install() -> None:
     """From now on, in this process."""
-    vars(param_buffers)["torch"], vars(contiguous_buffers)["torch"] = _Torch(WEIGHT_BYTES), _Torch(GRAD_BYTES)
+    vars(param_buffers)["torch"], vars(memory)["torch"] = _Torch(WEIGHT_BYTES), _Torch(GRAD_BYTES)
     kind = nn.parallel.DistributedDataParallel
     init = kind.__init__
 

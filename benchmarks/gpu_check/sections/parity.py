@@ -319,7 +319,7 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
     """Returns what the sanitizer says; empty if nothing."""
     from torch.cuda import _sanitizer
 
-    from megastrategy.core.buffers.reduced_grad import ReducedGrad
+    from megastrategy.core.data_path.reduced_grad import ReducedGrad
 
     from ..via_host import ViaHostCollectives
 

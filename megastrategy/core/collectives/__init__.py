@@ -18,7 +18,6 @@ from .backend import BackendCollectives
 from .comparison import (
     check_all_agree,
     descriptions_if_different,
-    digest,
     first_difference_error,
     is_same_on_all_ranks,
 )
@@ -42,7 +41,6 @@ from .process_groups import (
 from .rank_check import CALL_ON_EVERY_RANK, RankCheck
 from .replica_link import ReplicaLink
 from .single_rank import SingleRankCollectives
-from .worker import Worker
 
 __all__ = [
     "CALL_ON_EVERY_RANK",
@@ -51,12 +49,10 @@ __all__ = [
     "Handles",
     "ReplicaLink",
     "SingleRankCollectives",
-    "Worker",
     "bytes_of",
     "check_all_agree",
     "close_when_collected",
     "descriptions_if_different",
-    "digest",
     "digest_of",
     "first_difference_error",
     "gloo_group",

@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,23 @@ from .preparation import DeferredBatch
 from .reduced_grad import ReducedGrad
 from .reducer import Reducer
 
-if TYPE_CHECKING:
-    from ..optimizer import ShardedOptimizer
-
 _MANY_GROUPS = 8
+
+
+class SteppingOptimizer(Protocol):
+    """What an engine asks of the optimizers that step its parameters."""
+
+    num_steps_begun: int
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether it still needs the engine's groups of ranks."""
+
+    def num_kept(self) -> dict[int, int] | None:
+        """Returns how many numbers an element the state keeps, by parameter; None if that is not known."""
+
+    def owners(self) -> dict[int, int]:
+        """Returns the rank that steps each whole parameter."""
 
 
 class Engine:
@@ -90,7 +103,7 @@ class Engine:
         self.all_reduce_option = all_reduce_option
         self.is_closed = False
         self.known_findings = KnownFindings()
-        self.optimizers: list[weakref.ref[ShardedOptimizer]] = []
+        self.optimizers: list[weakref.ref[SteppingOptimizer]] = []
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
         self._kind = type(wrapper)

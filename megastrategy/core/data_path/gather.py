@@ -72,11 +72,6 @@ class Gather:
             for child in module.modules():
                 self._wait_before(child)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether weights are under way."""
-        return bool(self._works)
-
     def start(self, buckets: Sequence[int], spans_of: Mapping[int, Spans]) -> None:
         """Launches the gathers of these buckets; of some only the elements ``spans_of`` are sent."""
         for bucket in buckets:

@@ -26,9 +26,6 @@ class ParamBuffers:
     strides stay. Weights in a chunk share a storage there (recurrent_weights' [Note: weights in one chunk]), and every
     other parameter has a storage of its own. :meth:`restore_params` gives parameters memory
     of their own again, except those that other code has moved out of here (``module.double()``).
-
-    Args:
-        memory: by buffer, to be used for a while instead of new memory.
     """
 
     def __init__(
@@ -37,9 +34,8 @@ class ParamBuffers:
         params: Sequence[Parameter],
         device: torch.device,
         parts: LocalParts,
-        memory: Sequence[Tensor] = (),
     ) -> None:
-        self._device, self._local_parts, self._memory = device, parts, memory
+        self._device, self._local_parts = device, parts
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []
@@ -54,21 +50,10 @@ class ParamBuffers:
         self.params += params[first:]
         self._parts += map(self._local_parts.local_view, params[first:])
         for buffer in layout.buffers[len(self.flats) :]:
-            if self._memory:
-                self.flats.append(self._memory[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
-            else:
-                self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
         self._addresses += [0] * (len(self._parts) - first)
         for index in range(first, len(self._parts)):
             self._move_in(index)
-
-    @staticmethod
-    def can_hold(layout: BufferLayout, memory: Sequence[Tensor]) -> bool:
-        """Whether the parameters of the layout fit into this memory, buffer by buffer."""
-        return len(memory) == len(layout.buffers) and all(
-            part.nbytes >= buffer.numel * buffer.dtype.itemsize
-            for part, buffer in zip(memory, layout.buffers, strict=True)
-        )
 
     def bucket(self, bucket: int) -> Tensor:
         """Returns the bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""

@@ -7,12 +7,10 @@ from .layout import (
     CHUNKS_HEADING,
     NUM_RECEIVE_BUFFERS,
     NUM_STAGING_BUFFERS,
-    PARAM_ALIGNMENT_NUMEL,
     SIXTEEN_BIT_DTYPES,
     Bucket,
     BufferLayout,
     ParamSpec,
-    Part,
     Spans,
 )
 from .memory import describe_setup, memory_use
@@ -24,7 +22,6 @@ __all__ = [
     "CHUNKS_HEADING",
     "NUM_RECEIVE_BUFFERS",
     "NUM_STAGING_BUFFERS",
-    "PARAM_ALIGNMENT_NUMEL",
     "SIXTEEN_BIT_DTYPES",
     "Bucket",
     "BufferLayout",
@@ -32,7 +29,6 @@ __all__ = [
     "Domain",
     "Owners",
     "ParamSpec",
-    "Part",
     "Spans",
     "better_layout_order",
     "build_layout",

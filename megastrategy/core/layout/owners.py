@@ -20,7 +20,7 @@ first, so that its owner gets nothing else: in its turn, in the last bucket, all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from .layout import Bucket, BufferLayout, Part, Spans
 
@@ -85,26 +85,3 @@ class Owners:
                     spans[rank].append((start, end))
                 last = rank
         return spans
-
-    def is_held_by_owner(self, param: int) -> bool:
-        """Whether the owner already has all of the parameter's reduced gradient, so that no rank sends any."""
-        return all(rank == self.rank_of[param] for rank, _ in self.layout.holders(param))
-
-    def parts_to_send(self, params: Sequence[int], rank: int) -> list[list[Part]]:
-        """Returns, by owner, the parts of gradients of ``params`` that ``rank`` has and other ranks own,
-        in the given order."""
-        parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
-        for param in params:
-            owner = self.rank_of[param]
-            parts[owner] += [part for holder, part in self.layout.holders(param) if holder == rank != owner]
-        return parts
-
-    def parts_to_receive(self, params: Sequence[int], rank: int) -> list[list[Part]]:
-        """Returns, by holder, the parts of gradients of ``params`` that ``rank`` owns and other ranks have,
-        in the given order."""
-        parts: list[list[Part]] = [[] for _ in range(self.layout.num_shards)]
-        for param in (param for param in params if self.rank_of[param] == rank):
-            for holder, part in self.layout.holders(param):
-                if holder != rank:
-                    parts[holder].append(part)
-        return parts

@@ -2,7 +2,7 @@
 
 from .equal_weights import check_equal_weights
 from .grad_accumulators import GradAccumulators
-from .grad_hooks import GradHooks, is_wrapped
+from .grad_hooks import is_wrapped
 from .graph_splits import GraphSplits
 from .local_parts import CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
 from .meta_modules import materialise, replace_meta
@@ -15,7 +15,6 @@ from .model_parallel import (
 from .module_checks import (
     NOT_IN_BUFFER,
     agree_on_layout,
-    captured_modules,
     check_memory_is_own,
     check_module,
     check_no_experts,
@@ -34,7 +33,6 @@ __all__ = [
     "NOT_IN_BUFFER",
     "CutParam",
     "GradAccumulators",
-    "GradHooks",
     "GraphSplits",
     "GroupState",
     "LocalParts",
@@ -44,7 +42,6 @@ __all__ = [
     "NamedOptimizer",
     "StagedModule",
     "agree_on_layout",
-    "captured_modules",
     "check_equal_weights",
     "check_memory_is_own",
     "check_module",

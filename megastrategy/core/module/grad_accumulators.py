@@ -66,10 +66,6 @@ class GradAccumulators:
         if any(node.metadata.get(_MARK) is stale for node in self._nodes):
             self._recreate(before)
 
-    def recreate(self) -> None:
-        """Creates the nodes anew, since some belong to tensors that are in no parameter any more."""
-        self._recreate(self._stream)
-
     def drop(self) -> None:
         """Drops all nodes and parameters."""
         self._params = []

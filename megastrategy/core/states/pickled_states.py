@@ -88,16 +88,6 @@ def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[An
     return {keys[place]: value for place, value in found} if lacks_some[ranks.rank] else saved
 
 
-def gather_states_everywhere(
-    own: Mapping[Any, Mapping[str, Any]], collectives: Collectives
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on every rank; see :func:`gather_states`. Collective, between hosts."""
-    rounds = _rounds(own)
-    while any(parts := collectives.all_gather_bytes(bytes(next(rounds, b"")))):
-        for data in filter(None, parts):
-            yield from unpacked(data)
-
-
 def _rounds(own: Mapping[Any, Any]) -> Iterator[bytearray]:
     states: States = []
     nbytes = 0

@@ -1,4 +1,4 @@
-"""``.grad`` is a stand-in after a reduce-scatter (megastrategy.core.buffers.reduced_grad): a read raises or is right,
+"""``.grad`` is a stand-in after a reduce-scatter (megastrategy.core.data_path.reduced_grad): a read raises or is right,
 and a drop is noticed."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import GlooCollectives, Handle
-from megastrategy.core.shards.flat_shard import FlatShard
+from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.ranks import run_ranks
 from tests.support.thread_mode import ThreadMode
 

@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._checkpoints.directories import written_by
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, host_collectives
-from megastrategy.core.shards.flat_shard import FlatShard
+from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.models import two_layers
 from tests.support.processes import run_processes
 from tests.support.sharded_training import Training, assert_same

@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._checkpoints.directories import load_optimizers, load_trainer_directory
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, make_collectives, to_host
-from megastrategy.core.shards.flat_shard import FlatShard
+from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.models import images
 from tests.support.processes import run_processes
 from tests.support.sharded_training import Training, adamw, assert_same, lamb, matrices_and_rest, shampoo

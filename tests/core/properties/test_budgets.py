@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import BackendCollectives
-from megastrategy.core.engine import engine
+from megastrategy.core.data_path import engine
 from tests.support.budgets import HostReads, Operations, work_as_on_an_accelerator
 from tests.support.ranks import gloo_group, retire_with, run_ranks, with_instances
 from tests.support.thread_mode import ThreadMode
@@ -113,7 +113,7 @@ def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatc
         # Of a tensor that was never on the device (test_host_exchange); once.
         assert max(of_exchange.values(), default=0) <= 1
         others = {name: count for name, count in counts.items() if name not in of_exchange}
-        expected = {"megastrategy.core.buffers.nonfinite.found: tolist": 1} if mode == "checked" else {}
+        expected = {"megastrategy.core.data_path.nonfinite.found: tolist": 1} if mode == "checked" else {}
         assert others == expected
 
 

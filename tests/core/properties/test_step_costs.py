@@ -4,7 +4,6 @@ A change may lower a ceiling. A commit that raises one says why.
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -28,33 +27,23 @@ with one_rank_of_eight():
 print(json.dumps(counts))
 """
 CEILINGS = {
-    "old": {
-        "torch.float32": {"bytecodes": 148_400, "operators": 182, "operators with clipping": 203},
-        "torch.bfloat16": {"bytecodes": 160_400, "operators": 481, "operators with clipping": 502},
-    },
-    "new": {
-        "torch.float32": {"bytecodes": 20_900, "operators": 33, "operators with clipping": 54},
-        "torch.bfloat16": {"bytecodes": 21_000, "operators": 38, "operators with clipping": 59},
-    },
+    "torch.float32": {"bytecodes": 20_900, "operators": 33, "operators with clipping": 54},
+    "torch.bfloat16": {"bytecodes": 21_000, "operators": 38, "operators with clipping": 59},
 }
-"""By data path. 148 parameters in 8 buckets. Operators are those beyond the model and one fused AdamW.
+"""148 parameters in 8 buckets. Operators are those beyond the model and one fused AdamW.
 16-bit weights: fewer if the allocator puts main params side by side."""
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("path", ["old", "new"])
-def test_step_costs_stay_below_their_ceilings(path: str) -> None:
-    environment = {**os.environ, "MEGASTRATEGY_DATA_PATH": path}
+def test_step_costs_stay_below_their_ceilings() -> None:
     command = [sys.executable, "-c", COUNT]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    counts = json.loads(printed)
-    ceilings = CEILINGS[path]
-    assert counts.keys() == ceilings.keys()
+    counts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert counts.keys() == CEILINGS.keys()
     over = {
-        (dtype, name): (count, ceilings[dtype][name])
+        (dtype, name): (count, CEILINGS[dtype][name])
         for dtype, by_name in counts.items()
         for name, count in by_name.items()
-        if count > ceilings[dtype][name]
+        if count > CEILINGS[dtype][name]
     }
     assert not over, over
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megastrategy.core.module.local_parts import CutParam, cut_of
-from megastrategy.core.shards.flat_shard import FlatShard, boxes
+from megastrategy.core.states.flat_shard import FlatShard, boxes
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import devices, to_host
-from megastrategy.core.shards import host_copies
-from megastrategy.core.shards.flat_shard import FlatShard
+from megastrategy.core.states import host_copies
+from megastrategy.core.states.flat_shard import FlatShard
 from tests.support import lazy_device
 from tests.support.budgets import work_as_on_an_accelerator
 from tests.support.data_path import NEW

@@ -102,7 +102,7 @@ def test_an_accelerator_is_read_once_and_not_in_the_hooks(
             with HostReads() as reads:
                 model(torch.ones(2, 10)).sum().backward()
             of_check = {name: count for name, count in reads.counts.items() if "nonfinite" in name}
-            assert of_check == {"megastrategy.core.buffers.nonfinite.found: tolist": 1}, reads.counts
+            assert of_check == {"megastrategy.core.data_path.nonfinite.found: tolist": 1}, reads.counts
         if rank == 1:
             poison(model, value, 2)
         model(torch.ones(2, 10)).sum().backward()

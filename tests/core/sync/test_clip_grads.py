@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.sync.clip_grads import total_grad_norm
+from megastrategy.core.data_path.norms import total_grad_norm
 from tests.support.budgets import Operations
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from megastrategy.core.buffers.reduced_grad import ReducedGrad
+from megastrategy.core.data_path.reduced_grad import ReducedGrad
 
 from ..fits import AwkwardModule, Fit, fit
 from ..matrix import Feature
