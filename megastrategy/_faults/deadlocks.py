@@ -96,6 +96,7 @@ class DeadlockFinder:
         self._failed: tuple[str, float] | None = None  # which exception, and since when
         self._groups: dict[str, Collectives] = {}
         self._place: tuple[str, int] | None = None  # of this rank's note: its exception and number
+        self._ended = ""  # the exception in whose run this rank was last, if it has ended that run
 
     def watch(self, purpose: str, collectives: Collectives) -> Collectives:
         """Asks :meth:`_why_in_vain` from now on while a rank waits in ``collectives``.
@@ -116,7 +117,9 @@ class DeadlockFinder:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
-            if reason := first_stopped(name) or self._ended_early(name, group, number) or self._failure(name):
+            # All ranks may have ended the run, and save, or use the optimizer, or go on with a loop of their own.
+            ended_early = self._ended_early(name, group, number) if name != self._ended else ""
+            if reason := first_stopped(name) or ended_early or self._failure(name):
                 return reason
             # no rank counts in a group that was given up: only a failure is known
             return self._deadlock(name, group, f"{purpose} ({what})", number) if group in self._groups else ""
@@ -134,7 +137,8 @@ class DeadlockFinder:
 
         ``run`` says what has ended, and after how many steps.
         """
-        board = _ends_in_store(self._name())
+        self._ended = self._name()
+        board = _ends_in_store(self._ended)
         totals = {name: group.progress.num_started for name, group in self._groups.items()}
         end = pickle.dumps((torch.distributed.get_rank(), run, totals))
         board.set(f"{board.add('num', 1) - 1}", end)  # type: ignore[arg-type]

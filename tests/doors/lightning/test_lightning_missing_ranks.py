@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from megastrategy.core.errors import CollectiveError
 from tests.doors.features.manual import Manual, manual
 
+from ..fabric_loops import make_fabric
 from ..failing_fits import BATCH
 from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, make_strategy, make_trainer
 from ..rank_processes import Ranks, assert_failed
@@ -112,6 +114,20 @@ def fit_ending_early_and_raising() -> None:
     data = DataLoader(torch.ones(32, 8), batch_size=4)
     for stops in (True, False):
         make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops), data)
+
+
+def loop_after_a_fit() -> None:
+    make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops=False), DataLoader(torch.ones(8, 8)))
+    fabric = make_fabric("megatron_ddp", {})
+    layer = torch.nn.Linear(8, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+    time.sleep(2.5 * fabric.global_rank)
+    fabric.backward(model(torch.ones(1, 8)).sum())
+    optimizer.step()
+
+
+def test_slow_rank_after_a_fit_is_no_rank_that_ended_early(ranks: Ranks) -> None:
+    ranks.run(loop_after_a_fit)
 
 
 class ForRankZeroOnly(AwkwardModule):
