@@ -25,6 +25,7 @@ from tests.doors.transformers.test_accelerate_transformers import (
     make_lora,
 )
 
+from ..support.data_path import kept_numel
 from .accelerate_loops import weights_of
 
 NUM_SAMPLES = 43
@@ -211,14 +212,10 @@ def make_trainer(
 
 
 def result(trainer: Any) -> Run:
-    from megastrategy import DistributedOptimizer
-
     history = trainer.state.log_history
     entries = [{key: value for key, value in entry.items() if not key.endswith(OF_A_CLOCK)} for entry in history]
     norms = [entry.pop("grad_norm") for entry in entries if "grad_norm" in entry]
     inner = trainer.optimizer.optimizer
-    tensors = [value for values in inner.state.values() for value in values.values() if isinstance(value, Tensor)]
-    kind = "sharded" if isinstance(inner, DistributedOptimizer) else type(inner).__name__
     [seen] = [item.events for item in trainer.callback_handler.callbacks if type(item).__name__ == "Seen"]
     return Run(
         entries,
@@ -227,8 +224,18 @@ def result(trainer: Any) -> Run:
         list(seen),
         os.path.basename(trainer.state.best_model_checkpoint or ""),
         torch._dynamo.utils.counters["frames"]["ok"] if trainer.args.torch_compile else 0,
-        (kind, sum(value.numel() for value in tensors if value.numel() > 1)),
+        _kept(inner),
     )
+
+
+def _kept(optimizer: Any) -> tuple[str, int]:
+    """The optimizer's kind, and how many numbers its state has on this rank, by element of the parameters."""
+    from megastrategy import DistributedOptimizer
+
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.is_sharded:
+        return "sharded", kept_numel(optimizer)
+    tensors = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return type(optimizer).__name__, sum(value.numel() for value in tensors if value.numel() > 1)
 
 
 def fit(

@@ -39,10 +39,10 @@ def main_params_of(optimizer: Any) -> dict[int, Tensor]:
 
 
 def kept_numel(optimizer: Any) -> int:
-    """Returns the number of element-wise numbers in the state on this rank, without the padding between parameters."""
-    state = optimizer.state
+    """Returns the number of numbers in the state on this rank, without counters and the padding between parameters."""
     total = 0
     for run in optimizer._impl.runs:
-        num_kept = sum(value.dim() > 0 for value in state.get(run.main, {}).values())
-        total += num_kept * sum(member.end - member.start for member in run.members)
+        numel = sum(member.end - member.start for member in run.members)
+        tensors = [value for value in optimizer.state.get(run.main, {}).values() if isinstance(value, Tensor)]
+        total += sum(numel if run.is_elementwise(value) else value.numel() for value in tensors if value.dim() > 0)
     return total

@@ -68,8 +68,6 @@ def train_16_bit_by_hand(epochs: int) -> Run:
     """The obvious way: bf16 weights for forward and backward, an fp32 copy of each for the optimizer."""
     net = AwkwardNet().bfloat16()
     weights = [param for param in net.parameters() if param.requires_grad]
-    for param in weights:
-        param.grad_dtype = torch.float32  # of a tied weight's two gradients too
     mains = [param.detach().float() for param in weights]
     optimizer = adamw(mains)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
@@ -79,7 +77,8 @@ def train_16_bit_by_hand(epochs: int) -> Run:
         loss = F.cross_entropy(net(features.bfloat16(), tokens, number % 2 == 1).float(), targets)
         loss.backward()
         for param, main in zip(weights, mains, strict=True):
-            main.grad, param.grad = param.grad, None
+            main.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
         optimizer.step()
         scheduler.step()
         for param, main in zip(weights, mains, strict=True):
