@@ -448,8 +448,11 @@ class TrainerStrategy(_Base):
         try:
             self._checked.start()
         except RuntimeError as error:  # a rank that raised in the last run, which ended here, is gone
-            if first := first_failure(last_run):
-                error.add_note(f"the failure that ended the last fit on another rank: {first}")
+            if reason := first_failure(last_run) or ended_process():
+                raise CollectiveError(
+                    f"rank {self.global_rank} of {self.world_size}: another rank does not come to this run, since the "
+                    f"last one has failed there: {reason}"
+                ) from error
             raise
         self._mesh.make(self.world_size, self.root_device, self.lightning_module)
         self._replicas.name_logs(self.lightning_module, super().broadcast)
