@@ -147,7 +147,7 @@ def clip_norm_(
     norm = total_grad_norm(_counted_grads(parts), norm_type, owners, first.device)
     # the data-parallel ranks first, so that all get the same bits
     for ranks in first.engine.model_parallel.collectives:
-        norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+        norm = norms_over_owners(norm, norm_type, ranks)
     if extra:
         groups = [first.engine.collectives, *first.engine.model_parallel.collectives]
         norm = join_norm(norm, extra_grads, norm_type, groups, first.device)

@@ -329,7 +329,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _over_model(self, norm: Tensor, norm_type: float) -> Tensor:
         for ranks in self._impl.engine.model_parallel.collectives:
-            norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+            norm = norms_over_owners(norm, norm_type, ranks)
         return norm
 
     def _in_norm_dtype(self, norm: Tensor) -> Tensor:

@@ -64,10 +64,10 @@ class BackendCollectives(Collectives):
         ended: Callable[[], bool] = event.query
         return ended
 
-    def _start(self, what: str, launch: Callable[[], Any]) -> Handle:
+    def _start(self, what: str, launch: Callable[..., Any], *args: Any) -> Handle:
         # NCCL connects when it starts, and notices a broken communicator then.
         try:
-            work = launch()
+            work = launch(*args)
         except RuntimeError as error:
             self.raise_translated(what, error)
         self._count(what)
@@ -77,17 +77,17 @@ class BackendCollectives(Collectives):
         tensor = as_real(tensor)
         options = dist.AllreduceOptions()
         _scale(tensor, scale)
-        return self._start("all-reduce", lambda: self.group.allreduce([tensor], options))
+        return self._start("all-reduce", self.group.allreduce, [tensor], options)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self._start("all-reduce", lambda: self.group.allreduce([tensor], max_options()))
+        return self._start("all-reduce", self.group.allreduce, [tensor], max_options())
 
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         tensor = as_real(tensor)
         options = dist.ReduceScatterOptions()
         shard = tensor.view(self.size, -1)[self.rank]  # chunk() would make a view for each rank
         _scale(tensor, scale)
-        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(shard, tensor, options))
+        return self._start("reduce-scatter", self.group._reduce_scatter_base, shard, tensor, options)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, in an order of its own.
@@ -107,7 +107,7 @@ class BackendCollectives(Collectives):
     def all_gather(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
         shard = tensor.view(self.size, -1)[self.rank]
-        return self._start("all-gather", lambda: self.group._allgather_base(tensor, shard))
+        return self._start("all-gather", self.group._allgather_base, tensor, shard)
 
     def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
         # In place, without the scratch memory of an uneven gather: a broadcast for each span, all in flight at once.
@@ -130,13 +130,11 @@ class BackendCollectives(Collectives):
         go = [factor * size for size in sizes]
         received = as_real(received)
         tensor = as_real(tensor)
-        return self._start(
-            "all-to-all", lambda: self.group.alltoall_base(received, tensor, come, go, dist.AllToAllOptions())
-        )
+        return self._start("all-to-all", self.group.alltoall_base, received, tensor, come, go, dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
-        return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()))
+        return self._start("broadcast", self.group.broadcast, [tensor], dist.BroadcastOptions())
 
 
 def as_real(tensor: Tensor) -> Tensor:

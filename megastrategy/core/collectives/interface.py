@@ -164,7 +164,9 @@ class Collectives(ABC):
 
     def _count(self, what: str) -> None:
         """Counts a collective that is started."""
-        self.progress.start(what)
+        progress = self.progress
+        progress.num_started += 1
+        progress.last_started.append(what)
         if self.rank_check is not None:
             # After close() the responder is gone; a rank that is used again must be able to answer rank 0.
             self.rank_check.restart_responder()

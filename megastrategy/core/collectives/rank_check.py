@@ -71,11 +71,6 @@ class Progress:
         self.last_started: collections.deque[str] = collections.deque(maxlen=64)
         self.barrier = self.call = ""
 
-    def start(self, what: str) -> None:
-        """Counts a collective that is started."""
-        self.num_started += 1
-        self.last_started.append(what)
-
     def enter_barrier(self, barrier: str) -> None:
         """Counts a barrier of a door that all ranks enter."""
         self.barrier = barrier

@@ -38,6 +38,7 @@ from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, RepresentedGrad
 
 get_grad = operator.attrgetter("grad")
+requires_grad = operator.attrgetter("requires_grad")
 _GRAD: Any = Tensor.grad
 _set_grad = _GRAD.__set__
 _none = itertools.repeat(None)
@@ -135,7 +136,6 @@ class Bucket:
         self._published = self._faces  # the values of ``.grad`` when it is reduced
         if self.is_sharded:
             self._published = [self._stand_in(place, all_reduce_option) for place in range(len(self.params))]
-        self._required = self._all_used  # a byte for each place: requires_grad when a backward began
 
     def _set_views(self, views: list[Tensor]) -> None:
         self._views = views
@@ -164,23 +164,22 @@ class Bucket:
 
     # --- a backward ---------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begins a backward. Reduced gradients that were not dropped stay, and local ones are added to them."""
+    def open(self, *, has_grads: bool) -> None:
+        """Begins a backward. Reduced gradients that were not dropped stay, and local ones are added to them.
+
+        ``has_grads``: whether any parameter of the model has a gradient.
+        """
         if self._has_views:
             self._take_back_moved()
-        if self.state is State.REDUCED:
+        if has_grads and self.state is State.REDUCED:
             self._keep_reduced()
         self.state = State.OPEN
-        self._update_awaited()
         self.waiting.update(self.awaited)
 
-    def _update_awaited(self) -> None:
-        required = bytes(map(_requires_grad, self.params))
-        if required == self._required:
-            return
-        self._required = required
+    def update_awaited(self) -> None:
+        """Follows changes of ``requires_grad``; before a backward."""
         never = self.awaited & {NEVER}
-        self.awaited = never | {place for place, flag in enumerate(required) if flag}
+        self.awaited = never | {place for place, flag in enumerate(map(requires_grad, self.params)) if flag}
 
     def collect(self) -> bytes:
         """Copies the gradients that are not in the buffer yet into it, in one call of a foreach kernel.
@@ -450,7 +449,7 @@ class Bucket:
     def final_grads(self) -> list[Tensor]:
         """Returns the memory of the gradients that a step may use on this rank, without those of frozen parameters."""
         flags = self.grad_flags()
-        required = list(map(_requires_grad, self.params))
+        required = list(map(requires_grad, self.params))
         if all(flags) and all(required):
             return [self.reduced]
         places = [place for place, flag in enumerate(flags) if flag and required[place]]
@@ -519,7 +518,6 @@ class Bucket:
         return ReducedGrad(RepresentedGrad(spec, all_reduce_option, zero), self.shard.device)
 
 
-_requires_grad = operator.attrgetter("requires_grad")
 _is_sparse = operator.attrgetter("is_sparse")
 
 

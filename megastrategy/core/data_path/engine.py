@@ -47,7 +47,7 @@ from ..trials import KnownFindings
 from .bucket import State, get_grad, set_grads
 from .gather import Gather
 from .main_grads import declare_main_grads, withdraw_main_grads
-from .norms import norms_of, norms_over_owners, zero_norms
+from .norms import norms_over_owners, total_grad_norm, zero_norms
 from .preparation import DeferredBatch
 from .reduced_grad import ReducedGrad
 from .reducer import Reducer
@@ -364,7 +364,9 @@ class Engine:
         """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use of
         reduced gradients. Collective if gradients remain."""
         self.finish_grad_sync()
-        for bucket in self.reducer.buckets if self.is_sharded else ():
+        if not self.is_sharded or self.reducer.is_settled:
+            return
+        for bucket in self.reducer.buckets:
             if bucket.state is State.REDUCED and bucket.has_written():
                 bucket.adopt_written()
 
@@ -424,19 +426,19 @@ class Engine:
     def grad_norms(self, norm_type: float) -> Tensor:
         """Returns the norm of each trainable parameter's gradient: 1-D, fp64, in the order of ``layout.params``, 0
         without one. Collective with reduce-scatter."""
-        norms = zero_norms(len(self.params), self.device)
-        local = zero_norms(len(self.params), self.device)
+        norms = zero_norms((len(self.params),), self.device)
+        local = norms.clone()
         for bucket in self.reducer.buckets:
             for place, index in enumerate(bucket.plan.params):
                 grad = bucket.params[place].grad
                 if isinstance(grad, ReducedGrad):
                     owned = bucket.owned(place)
                     if owned is not None:
-                        norms[index : index + 1] = norms_of([owned[1]], norm_type, norms.dtype)
+                        norms[index] = total_grad_norm([owned[1]], norm_type, None, self.device)
                 elif grad is not None:
                     part = self.local_parts.local_grad(bucket.params[place])
                     assert part is not None, "grad is not None"
-                    local[index : index + 1] = norms_of([part], norm_type, local.dtype)
+                    local[index] = total_grad_norm([part], norm_type, None, self.device)
         if self.is_sharded:
             norms = norms_over_owners(norms, norm_type, self.shard_collectives)
         norms = torch.maximum(norms, local)

@@ -76,21 +76,20 @@ class Gather:
         """Launches the gathers of these buckets; of some only the elements ``spans_of`` are sent."""
         for bucket in buckets:
             emit(self._listener, EventKind.GATHER_START, bucket)
-            spans = spans_of.get(bucket)
             with profiler_range("gather", bucket):
-                if spans is None:
-                    self._works[bucket] = self._ranks[bucket].all_gather(self._weights[bucket])
+                if bucket in spans_of:
+                    work = self._ranks[bucket].gather_spans(self._weights[bucket], spans_of[bucket])
                 else:
-                    self._works[bucket] = self._ranks[bucket].gather_spans(self._weights[bucket], spans)
-            self.missing.discard(bucket)
+                    work = self._ranks[bucket].all_gather(self._weights[bucket])
+                self._works[bucket] = work
+        self.missing.difference_update(buckets)
 
     def finish_step(self) -> None:
         """Waits for the weights whose reads could not wait for themselves."""
-        for bucket in list(self._works):
+        for bucket in self._works if self._overlaps else ():
             if self._can_overlap[bucket]:
                 _set_classes(self._params[bucket], self._class)
-            else:
-                self._wait(bucket)
+        self._wait([bucket for bucket in self._works if not self._can_overlap[bucket]])
 
     def finish(self) -> None:
         """Waits for all weights.
@@ -98,8 +97,8 @@ class Gather:
         Raises:
             CollectiveError: if a gather failed, most often because another rank ended.
         """
-        for bucket in list(self._works):
-            self._wait(bucket)
+        if self._works:
+            self._wait(list(self._works))
 
     def wait_for_param(self, param: Parameter) -> None:
         """Waits for one parameter, and gives it its class again."""
@@ -107,27 +106,25 @@ class Gather:
         if bucket is None:
             self.finish()  # user code made it of a parameter's class
             param.__class__ = Parameter
-        else:
-            self._wait(bucket)
+        elif bucket in self._works:
+            self._wait([bucket])
 
-    def _wait(self, bucket: int) -> None:
-        work = self._works.get(bucket)
-        if work is None:
-            return
+    def _wait(self, buckets: Sequence[int]) -> None:
+        works = self._works
         emit(self._listener, EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
-                work.wait()
+                for bucket in buckets:
+                    works[bucket].wait()
+                    emit(self._listener, EventKind.GATHER_END, bucket, works.pop(bucket).ran_ns)
+                    if self._can_overlap[bucket]:
+                        _set_classes(self._params[bucket], Parameter)
         except CollectiveError:
-            self.missing.update(self._works)
+            self.missing.update(works)
             self._forget()
             raise
         finally:
             emit(self._listener, EventKind.WAIT_END, 1)
-        self._works.pop(bucket, None)
-        emit(self._listener, EventKind.GATHER_END, bucket, work.ran_ns)
-        if self._can_overlap[bucket]:
-            _set_classes(self._params[bucket], Parameter)
 
     def _forget(self) -> None:
         """Forgets all gathers after one has failed: none of the others will be better."""
@@ -148,8 +145,7 @@ class Gather:
 
         def before_forward(_module: nn.Module, _args: Any) -> None:
             if self._works:
-                for bucket in buckets:
-                    self._wait(bucket)
+                self._wait([bucket for bucket in buckets if bucket in self._works])
 
         module.register_forward_pre_hook(before_forward, prepend=True)
 

@@ -6,7 +6,8 @@ Partial results are gathered and combined in the order of the ranks, so every ra
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ..collectives import Collectives
 from ..layout import SIXTEEN_BIT_DTYPES
+
+_dtype = operator.attrgetter("dtype")
 
 
 def total_grad_norm(
@@ -28,59 +31,54 @@ def total_grad_norm(
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
         collectives: the ranks that own the other gradients. Collective if given.
     """
+    norms = _norms_of(grads, norm_type)
     # A rank that owns nothing takes part in the gather with 0, since the others wait for it.
-    own = zero_norms(1, device)
-    if grads:
-        own = _join_norms(norms_of(grads, norm_type, own.dtype), norm_type).reshape(1)
-    return own[0] if collectives is None else norms_over_owners(own, norm_type, collectives)[0]
+    own = _join_norms(norms, norm_type) if norms is not None else zero_norms((), device)
+    return own if collectives is None else norms_over_owners(own, norm_type, collectives)
 
 
-def zero_norms(number: int, device: torch.device) -> Tensor:
-    """Returns so many zeros in the dtype in which norms are joined: fp64, or fp32 on a device without fp64."""
+def zero_norms(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns zeros in the dtype in which norms are joined: fp64, or fp32 on a device without fp64."""
     try:
-        return torch.zeros(number, dtype=torch.float64, device=device)
+        return torch.zeros(shape, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):  # Apple's GPUs and some of Intel's; another error would occur in fp32 too
-        return torch.zeros(number, dtype=torch.float32, device=device)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
-def norms_of(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """Returns the norm of each gradient: 1-D, in ``dtype``, at least fp32, with a few kernels per gradient dtype."""
-    some = [grad for grad in grads if grad.numel()]
-    # 0 for a gradient without elements, for which the kernel of the infinity norm raises.
-    norms = [torch.zeros(len(grads) - len(some), dtype=dtype, device=grads[0].device)]
-    for kind in dict.fromkeys(grad.dtype for grad in some):
+def _norms_of(grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """Returns the norms of gradients, in no order: 1-D, at least fp32, with a few kernels per gradient dtype; None if
+    none has elements, of which the kernel of the infinity norm needs one."""
+    some = list(itertools.compress(grads, map(Tensor.numel, grads)))
+    norms = []
+    for kind in dict.fromkeys(map(_dtype, some)):
         # In fp32: a norm in 16 bits would be rounded before it is joined with thousands of others.
         wider = torch.float32 if kind in SIXTEEN_BIT_DTYPES else None
-        of_kind = [grad for grad in some if grad.dtype == kind]
-        norms.append(torch.stack(list(torch._foreach_norm(of_kind, norm_type, dtype=wider))).to(dtype))
-    return torch.cat(norms)
+        of_kind = list(itertools.compress(some, map(operator.is_, map(_dtype, some), itertools.repeat(kind))))
+        norms.append(torch.stack(list(torch._foreach_norm(of_kind, norm_type, dtype=wider))))
+    if len(norms) > 1:
+        return torch.cat(norms)
+    return norms[0] if norms else None
 
 
 def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -> Tensor:
     """Returns the norms of several gradients from the norms of each rank's parts. Collective.
 
-    ``own`` (see :func:`zero_norms`) and the result are 1-D, one number per gradient, the same bits on every rank.
+    ``own`` (see :func:`zero_norms`) and the result have a number for each gradient, the same bits on every rank.
     """
     # Gathered and not all-reduced: every rank adds in the order of the ranks and gets the same bits. If norms differed
     # in the last bit, so would clipped gradients, and weights from then on.
-    return _join_norms(_gathered(own, collectives), norm_type)
-
-
-def _gathered(own: Tensor, collectives: Collectives) -> Tensor:
-    """Returns a table with ``own`` of each rank, 1-D and of one length, as a row. Collective."""
-    table = own.new_zeros(collectives.size, own.numel())
+    table = own.new_zeros(collectives.size, *own.shape)
     table[collectives.rank] = own
     collectives.all_gather(table.view(-1)).wait()
-    return table
+    return _join_norms(table, norm_type, dim=0)
 
 
-def _join_norms(norms: Tensor, norm_type: float) -> Tensor:
-    """Returns the norm of a whole from the norms of its parts (first dimension)."""
-    # Powers and roots of infinity are 0, 1 or NaN; the infinity norm is the largest of the parts'.
-    if math.isinf(norm_type):
-        return norms.amax(0)
-    joined: Tensor = (norms**norm_type).sum(0) ** (1.0 / norm_type)
-    return joined
+def _join_norms(norms: Tensor, norm_type: float, dim: int | None = None) -> Tensor:
+    """Returns the norm of a whole from the norms of its parts, along ``dim`` or of all."""
+    try:
+        return torch.linalg.vector_norm(norms, norm_type, dim=dim, dtype=torch.float64)
+    except (TypeError, RuntimeError):  # see zero_norms
+        return torch.linalg.vector_norm(norms, norm_type, dim=dim)
 
 
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:

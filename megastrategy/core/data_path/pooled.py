@@ -58,7 +58,7 @@ class PooledBucket(Bucket):
         self._sealed: dict[int, Tensor] = {}  # 1-D gradients that are not in a staging buffer yet, by place
         self._handles: list[Handle] = []
 
-    def open(self) -> None:
+    def open(self, *, has_grads: bool) -> None:
         """Begins a backward, which adds to the sums of gradients that were not dropped or replaced."""
         flags = self.reduced_flags()
         if not any(flags):
@@ -68,7 +68,7 @@ class PooledBucket(Bucket):
                 if not is_kept:
                     self._zero_reduced(place)
         self.state = State.OPEN
-        super().open()
+        super().open(has_grads=has_grads)
 
     def collect(self) -> bytes:
         """Takes the gradients out of ``.grad``, and those that were added to stand-ins."""

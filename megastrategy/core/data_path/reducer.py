@@ -35,7 +35,7 @@ and the collectives of the others fail.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ from ..events import Event, EventKind, Listener, emit, profiler_range
 from ..layout import SIXTEEN_BIT_DTYPES, BufferLayout, Domain
 from ..module import GradAccumulators, LocalParts, ModelParallel
 from .agreement import Agreement, Reasons, name_of_rank
-from .bucket import Bucket, State, get_grad, set_grads
+from .bucket import Bucket, State, get_grad, requires_grad, set_grads
 from .flattened import FlattenedBucket
 from .main_grads import MainGrads
 from .memory import Memory
@@ -107,6 +107,7 @@ class Reducer:
         num_reductions: the synchronised backwards so far.
         batch: None unless reductions are waited for at the end of a batch of several backwards.
         num_steps: the steps so far of all optimizers.
+        shown: every ``.grad`` when the last reduction ended, in launch order; the same object while they stay.
         tokens: the window of losses that are weighed by tokens.
     """
 
@@ -135,6 +136,10 @@ class Reducer:
         self.stepped_options: list[float] = []
         self.num_reductions = 0
         self.num_steps = 0
+        self.shown: list[Tensor | None] = []
+        self._is_settled = False  # since the last reduction no backward has begun, and nothing was dropped
+        self._ordered: list[Parameter] = []  # in launch order
+        self._required = b""  # a byte for each of them: requires_grad when the last backward began
         self.tokens = TokenWindow(params)
         self._parts = parts
         self._model = model
@@ -204,9 +209,15 @@ class Reducer:
             self.memory.extend(layout, self.params)
             self.buckets += [self._make_bucket(layout, number) for number in range(num_buckets, len(layout.buckets))]
         self._has_agreed = False
+        self._is_settled = False
+        self._set_order()
         self._include(layout)
         if self.memory is not None:
             self._place_main_grads()
+
+    def _set_order(self) -> None:
+        self._ordered = [param for bucket in self.buckets for param in bucket.params]
+        self._required = b""
 
     def _place_main_grads(self) -> None:
         assert self.memory is not None
@@ -368,8 +379,7 @@ class Reducer:
         self.tokens.begin_backward(self.num_steps)
         if self._is_in_batch and not self.layout.is_pooled:
             self._num_arrivals_before = len(self._arrivals)
-            for bucket in self.buckets[self._num_launched :]:
-                bucket.open()
+            self._open(self.buckets[self._num_launched :])
         else:
             self._arrivals.clear()
             self._open_buckets()
@@ -387,8 +397,18 @@ class Reducer:
 
     def _open_buckets(self) -> None:
         self._num_launched = 0
-        for bucket in self.buckets:
-            bucket.open()
+        self._open(self.buckets)
+
+    def _open(self, buckets: Sequence[Bucket]) -> None:
+        self._is_settled = False
+        required = bytes(map(requires_grad, self._ordered))
+        if required != self._required:
+            self._required = required
+            for bucket in self.buckets:
+                bucket.update_awaited()
+        has_grads = any(map(operator.is_not, map(get_grad, self._ordered), itertools.repeat(None)))
+        for bucket in buckets:
+            bucket.open(has_grads=has_grads)
 
     def on_recorded(self, index: int) -> None:
         """Called by the hook of a parameter before there is a plan."""
@@ -406,6 +426,7 @@ class Reducer:
             self._main_grads.check_begun()
             if not self._prepared:
                 bucket.has_unprepared = True
+                self._is_settled = False
                 return
             self._begin()  # the graph began at no known output
             bucket.waiting.discard(place)
@@ -622,6 +643,20 @@ class Reducer:
         self.tokens.is_used |= agreed.counting[0]
         if self._ends_window:
             self._finish_window(is_counted=agreed.counting[0])
+        if not self._are_as_shown():
+            self.shown = list(map(get_grad, self._ordered))
+        self._is_settled = True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every ``.grad`` is what the last reduction has made it: nothing was added, written or dropped."""
+        return self._is_settled and self._are_as_shown()
+
+    def _are_as_shown(self) -> bool:
+        # Three loops in C, before any use of gradients, instead of a few lines for every bucket.
+        return len(self.shown) == len(self._ordered) and all(
+            map(operator.is_, map(get_grad, self._ordered), self.shown)
+        )
 
     def _finish_window(self, *, is_counted: bool) -> None:
         if is_counted:
@@ -664,20 +699,19 @@ class Reducer:
             self._check_promises()
         if self._has_agreed and self._config.static_graph:
             used = self._static_used
+        # With the count, so that different options with the same last bits are noticed at another time.
+        self._num_agreements += 1
+        comparable = [option if option == option else () for option in options]  # each NaN has a hash of its own
         agreed = Agreement(
             used=used,
             late=bytes([bucket.is_late for bucket in self.buckets]),
             has_failed=self._failure is not None,
             has_nonfinite=bool(self._nonfinite.found()) if self._config.check_for_nan_in_grad else False,
             counting=self.tokens.counting,
-            microbatch=self.microbatch,
+            microbatch=self.microbatch + hash((*comparable, self._num_agreements)),
         )
         if not self._must_agree:
             return agreed
-        # With the count, so that different options with the same last bits are noticed at another time.
-        self._num_agreements += 1
-        comparable = [option if option == option else () for option in options]  # each NaN has a hash of its own
-        agreed = dataclasses.replace(agreed, microbatch=self.microbatch + hash((*comparable, self._num_agreements)))
         agreed = agreed.over_ranks(self._ranks, self._model.tensor_ranks)
         if agreed.is_refused:
             raise self._refuse(agreed, options)
@@ -739,6 +773,7 @@ class Reducer:
         self.buckets = [self._make_bucket(self.layout, number) for number in range(len(self.layout.buckets))]
         for bucket in self.buckets:  # as if it had been open in this backward
             bucket.waiting.update(place for place, grad in enumerate(map(get_grad, bucket.params)) if grad is None)
+        self._set_order()
         self._arrivals = []
         self._num_launched = 0
         self._place_main_grads()
@@ -767,7 +802,7 @@ class Reducer:
         """Whether gradients have accumulated that were not reduced."""
         if self.memory is None:
             return any(grad is not None for grad in map(get_grad, self.params))
-        return any(bucket.has_local() for bucket in self.buckets)
+        return not self.is_settled and any(bucket.has_local() for bucket in self.buckets)
 
     def recover(self) -> None:
         """Ends a forward or a backward that has raised; see [Note: an error in user code]."""
@@ -803,6 +838,7 @@ class Reducer:
         """Drops all gradients."""
         self._main_grads.forget(self.params)
         self._nonfinite.clear()
+        self._is_settled = False
         self.tokens.drop()
         if self.memory is None:
             set_grads(self.params, [None] * len(self.params))

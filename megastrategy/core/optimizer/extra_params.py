@@ -112,11 +112,11 @@ def join_norm(
 
     Returns one number on all ranks of ``groups``. Collective over each.
     """
-    own = total_grad_norm(grads, norm_type, None, device).reshape(1)
+    own = total_grad_norm(grads, norm_type, None, device)
     for collectives in groups:
         own = norms_over_owners(own, norm_type, collectives)
         own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
-    joined: Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1), own]), norm_type)
+    joined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(own.dtype), own]), norm_type)
     return joined
 
 

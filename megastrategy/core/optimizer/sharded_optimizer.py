@@ -84,6 +84,8 @@ class ShardedOptimizer:
         self._buckets: list[Bucket] = []  # with parameters of this optimizer
         self._runs_of: dict[int, list[Run]] = {}  # by bucket
         self._flags: dict[int, list[bool]] = {}  # by bucket, the parameters that the runs' gradients are for
+        self._shown: list[Tensor | None] | None = None  # the ``.grad`` of all parameters that they are for, if settled
+        self._reduced: dict[bool, tuple[int, int, list[Tensor]]] = {}  # by ``counted``, and what they are for
         self._touched: list[Parameter] | None = None  # those that the last step has stepped, on whichever ranks
         self._stepped: list[list[Tensor]] = []  # by group
         self._main_params: list[MainParams] = []
@@ -284,6 +286,7 @@ class ShardedOptimizer:
         self._casts = [run for run in runs if run.copies_grad]
         self._offloads = any(run.host_grad is not None for run in runs)
         self._flags = {}
+        self._shown = None
         self._touched = None
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -303,7 +306,7 @@ class ShardedOptimizer:
             if self.engine.local_parts.has_parts:
                 self._add_up_sums()
             reducer.make_plan()
-            for bucket in reducer.buckets:
+            for bucket in () if reducer.is_settled else reducer.buckets:
                 if bucket.has_written():
                     bucket.adopt_local()
 
@@ -531,18 +534,16 @@ class ShardedOptimizer:
                 assert grad is not None, "it has a gradient"
                 grad.copy_(run.main.grad)
         self._flags = {}
+        self._shown = None
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _set_grads(self) -> None:
         """Sets the runs' gradients: nothing where the same parameters have one as in the last step."""
-        for bucket in self._buckets:
-            number = bucket.plan.index
-            flags = bucket.grad_flags()
-            if flags != self._flags.get(number):
-                self._select(number, dict(zip(bucket.plan.params, flags, strict=True)))
-                self._flags[number] = flags
-                self._touched = None
+        reducer = self.engine.reducer
+        if not (self._shown is reducer.shown and reducer.is_settled):
+            self._set_changed_grads()
+            self._shown = reducer.shown if reducer.is_settled else None
         if self._casts:
             pairs = [(run.main.grad, run.grad) for run in self._casts]
             torch._foreach_copy_(
@@ -553,6 +554,15 @@ class ShardedOptimizer:
             self._send_to_owners()
         if not self.is_sharded:
             self._take_own_grads()
+
+    def _set_changed_grads(self) -> None:
+        for bucket in self._buckets:
+            number = bucket.plan.index
+            flags = bucket.grad_flags()
+            if flags != self._flags.get(number):
+                self._select(number, dict(zip(bucket.plan.params, flags, strict=True)))
+                self._flags[number] = flags
+                self._touched = None
 
     def _take_own_grads(self) -> None:
         """Takes gradients that are autograd's own; they are not in a bucket's memory."""
@@ -631,7 +641,14 @@ class ShardedOptimizer:
         self._update_groups()
         if not self.is_sharded:
             return list(self.owned_grads(counted=counted).values())
-        return self.engine.reduced_grads(self._counted() if counted else self._group_of.keys())
+        reducer = self.engine.reducer
+        known = self._reduced.get(counted)
+        if known is not None and known[:2] == (id(reducer.shown), self._num_updates) and reducer.is_settled:
+            return known[2]
+        grads = self.engine.reduced_grads(self._counted() if counted else self._group_of.keys())
+        if reducer.is_settled:
+            self._reduced[counted] = (id(reducer.shown), self._num_updates, grads)
+        return grads
 
     def _counted(self) -> Collection[int]:
         """Returns the optimizer's parameters whose elements sums over all ranks of the model include on this rank."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
