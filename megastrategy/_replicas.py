@@ -1,64 +1,80 @@
-"""Replicas that fail and come back, over torchft: the only file that knows its interface (0.2.0).
+"""Replicas that fail and come back, over torchft: the only file that knows torchft, and only its public interface.
 
-[Note: time-outs of replicas]
-All time-outs follow from two numbers, since a wrong order of them is the usual reason for long waits. A replica that is
-silent for ``heartbeat_s`` is taken for dead. ``skew_s`` is the longest time by which one replica may be later than
-another: a validation, a checkpoint, a recovery. A sum, a recovery and the lighthouse's wait for a replica that is alive
-take at most ``skew_s``. A replica whose vote said no waits twice as long for others, which may be that late, and each
-waits ``patience_s`` for missing ones. The timeout of a replica's own process group has to be longer than ``skew_s``:
-its ranks wait there for one that waits here.
+torchft is used as with FSDP2: each rank of a replica sums with the same rank of the others. A quorum runs under the
+forward, sums run under the backward, and the replica's ranks vote at the end of it.
+
+[Note: a batch that fails]
+If a sum fails, the replica votes no: its optimizers do not step, and the batch runs again with those that are left.
+Others may have voted yes. Then this replica has fewer steps than they have, and takes their state in the next batch, as
+one does that was started again: it contributes zeros to their sums, and loads the state when the ranks have voted yes.
+If they vote no, a rank may have received a state that another rank did not get: all go back to their number of steps.
+
+[Note: the first sum of a group]
+Sums of different sizes end the processes of both sides inside gloo. So the first sum of a new group is a table with a
+row for each replica, with digests of its layout and, before the first step, of its weights. A replica that differs from
+most others ends with an error, before it has sent anything else.
+
+[Note: the state of the loop]
+Registered states are read before each batch: they are sent to a replica that comes back in this batch, and are restored
+before a batch runs again.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import importlib
 import logging
 import os
 import socket
-import threading
+import time
 import urllib.parse
 import urllib.request
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp, TCPStore  # type: ignore[attr-defined] # not in the stubs
 
-from . import core
-from ._faults.interfaces import could_not_connect, way_out
+from .core import CollectiveError, DistributedDataParallel, ReplicaMismatchError
+from .data import set_epoch
 
 HEARTBEAT_S, SKEW_S, PATIENCE_S = 5.0, 60.0, 600.0
-_INTERVAL_S = 0.1  # between two heartbeats
+_AGAIN_S = 0.1
+"""Seconds between two quorums while replicas are missing."""
+_DIGEST_BITS = 52
+"""Those of an integer that fp64 represents."""
+T = TypeVar("T")
 _log = logging.getLogger("megastrategy")
-_OVERRIDES = (
-    "TORCHFT_TIMEOUT_SEC",
-    "TORCHFT_QUORUM_TIMEOUT_SEC",
-    "TORCHFT_CONNECT_TIMEOUT_SEC",
-    "TORCHFT_QUORUM_RETRIES",
-)
 
 
-class Replicas(core.Replicas):
-    """The replicas that train a model together, each a job of its own that may end and come back.
+class Replicas:
+    """The replicas that train one model together, each a job of its own that may end and come back.
 
-    A replica has a complete sharded optimizer over its own ranks. If one ends, the others repeat the sums of the batch
-    without it and go on; started again, it takes weights, optimizer state and the loop's place from them. See
-    docs/replicas.md.
+    A hook of the wrapped model (``set_replica_hook``). If a replica ends, the others run that batch again without it;
+    started again, it takes weights, optimizer state and the loop's place from them. See docs/replicas.md.
 
     Args:
         of: the number of replicas that start together. None: ``NUM_REPLICA_GROUPS`` in the environment.
-        slot: this replica's number, from 0. None: ``REPLICA_GROUP_ID`` in the environment.
-        lighthouse: the address of torchft's lighthouse. None: ``TORCHFT_LIGHTHOUSE`` in the environment.
-        minimum: the number of replicas below which nothing is stepped: they drop the batch and wait before the next.
-        heartbeat_s, skew_s, patience_s: seconds, see _replicas' [Note: time-outs of replicas]. None: 5, 60 and 600, or
-            those of ``megastrategy replicas``, whose lighthouse has the same ones.
-        host: the name or address of this machine for the other replicas. None: ``MEGASTRATEGY_HOST`` in the
-            environment, or the machine's name.
+        slot: this replica's number, from 0; the same when it comes back. None: ``REPLICA_GROUP_ID``.
+        lighthouse: the address of torchft's lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
+        minimum: the number of replicas below which nothing is stepped: they wait before the next batch.
+        skew_s: the longest time by which one replica may be later than another. None: ``MEGASTRATEGY_SKEW_S``, or 60.
+        patience_s: the seconds for which missing replicas are waited for. None: ``MEGASTRATEGY_PATIENCE_S``, or 600.
+        backend: "gloo" or "nccl", between replicas. A process group of NCCL may hang when a replica ends.
+        process_group: all ranks of this replica. None: the default group, if there is one.
+
+    Attributes:
+        epoch, batch: the loop's place: the present epoch, and the batches of it so far.
+        dropped: whether the last batch was dropped, and no optimizer stepped.
+        healed: whether the state of another replica was taken in the last batch.
+        should_stop: whether some replica's :meth:`stop` was called, and the last batch was the last one.
+        members: the slots of the replicas of the last batch.
+        is_leader: True for one of those that made the last step, which writes checkpoints.
 
     Raises:
         ValueError: for numbers that contradict each other, or are missing.
@@ -72,84 +88,461 @@ class Replicas(core.Replicas):
         *,
         lighthouse: str | None = None,
         minimum: int = 1,
-        heartbeat_s: float | None = None,
         skew_s: float | None = None,
         patience_s: float | None = None,
-        host: str | None = None,
+        backend: str = "gloo",
+        process_group: Any = None,
     ) -> None:
-        of = _whole_number(of, "of", "NUM_REPLICA_GROUPS")
-        slot = _whole_number(slot, "slot", "REPLICA_GROUP_ID")
-        lighthouse = _address(_found(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
-        heartbeat_s = _seconds(heartbeat_s, "MEGASTRATEGY_HEARTBEAT_S", HEARTBEAT_S)
-        skew_s = _seconds(skew_s, "MEGASTRATEGY_SKEW_S", SKEW_S)
-        patience_s = _seconds(patience_s, "MEGASTRATEGY_PATIENCE_S", PATIENCE_S)
-        check_timeouts(heartbeat_s, skew_s, patience_s)
-        for variable in _OVERRIDES:
-            if variable in os.environ:
-                raise ValueError(
-                    f"{variable} is set, and torchft would use it and not heartbeat_s, skew_s, patience_s: remove it "
-                    "from the environment"
+        self.of = _number(of, "of", "NUM_REPLICA_GROUPS")
+        self.slot = _number(slot, "slot", "REPLICA_GROUP_ID")
+        self._lighthouse = _address(_setting(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
+        if not 1 <= minimum <= self.of:
+            raise ValueError(f"minimum={minimum}: expected a number from 1 to of={self.of}")
+        if not 0 <= self.slot < self.of:
+            raise ValueError(f"slot={self.slot}: expected a number from 0 to {self.of - 1}, since of={self.of}")
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend={backend!r}: expected 'gloo' or 'nccl'")
+        self._minimum = minimum
+        self._skew_s = float(skew_s or os.environ.get("MEGASTRATEGY_SKEW_S") or SKEW_S)
+        self._patience_s = float(patience_s or os.environ.get("MEGASTRATEGY_PATIENCE_S") or PATIENCE_S)
+        self._backend = backend
+        self._ranks = process_group
+        self.epoch = self.batch = 0
+        self.dropped = self.healed = self.should_stop = False
+        self.is_leader = False
+        self._torchft = _torchft("torchft")  # its absence is reported at the start, not at the first batch
+        self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        self._large_states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        self._model: DistributedDataParallel | None = None
+        self._manager: Any = None
+        self._group: Any = None
+        self._loop: dict[str, Any] = {}  # the registered states when the batch began
+        self._before: dict[str, int] = {}  # the Manager's state when the batch began
+        self._received: dict[str, Any] | None = None
+        self._is_open = False  # whether a quorum was asked for, and the vote has not come
+        self._is_together = False  # whether enough replicas are there
+        self._has_started = False  # whether a step was made
+        self._ends = False  # whether this replica has made its last step
+        self._is_over = False  # whether any replica has
+        self._has_left = False  # whether all have, and know the last step
+        self._is_first_rank = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes this object None in copies and pickles of objects that refer to it, once it has a model."""
+        return (type(None), ()) if self._model is not None else super().__reduce_ex__(protocol)
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Joins the others with a wrapped model, before its first batch. Collective over this replica's ranks."""
+        if self._model is not None:
+            raise ValueError(
+                "these replicas have a model already, and one model is supported: wrap one module that contains them "
+                "all (torch.nn.ModuleDict), and make new Replicas for another training"
+            )
+        model.set_replica_hook(self)
+        self._model = model
+        self._device = model.device if self._backend == "nccl" else torch.device("cpu")
+        has_ranks = self._ranks is not None or dist.is_initialized()
+        rank = dist.get_rank(self._ranks) if has_ranks else 0
+        self._size = dist.get_world_size(self._ranks) if has_ranks else 1
+        self._is_first_rank = rank == 0
+        # A store of its own: a launcher's may have the addresses of a process that has ended.
+        place = [(socket.gethostname(), 0)]
+        if rank == 0:
+            self._store = TCPStore(place[0][0], 0, is_master=True, wait_for_workers=False)
+            place = [(place[0][0], self._store.port)]
+        if self._size > 1:
+            dist.broadcast_object_list(place, group=self._ranks, group_src=0)
+        if rank != 0:
+            self._store = TCPStore(place[0][0], place[0][1], is_master=False, wait_for_workers=False)
+        timeout = timedelta(seconds=self._skew_s)
+        self._group = _make_group(self._torchft, self._backend, timeout)
+        try:
+            self._manager = self._torchft.Manager(
+                pg=self._group,
+                load_state_dict=self._receive,
+                state_dict=self._state,
+                min_replica_size=self._minimum,
+                use_async_quorum=True,
+                timeout=timeout,
+                quorum_timeout=timedelta(seconds=self._patience_s),
+                connect_timeout=timedelta(seconds=min(self._skew_s, 10.0)),
+                rank=rank,
+                world_size=self._size,
+                store_addr=place[0][0],
+                store_port=place[0][1],
+                lighthouse_addr=self._lighthouse,
+                replica_id=f"replica{self.slot}",
+                init_sync=False,  # it would mix states by rank: replicas begin with the same weights
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    def register(
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], *, is_copied: bool = True
+    ) -> None:
+        """Adds state of the loop that a replica takes over when it comes back, such as a schedule's.
+
+        Every replica registers the same names before its first batch. ``get`` is called before each batch, ``put``
+        with another replica's state at the end of a backward, or with this one's before a batch runs again. Without
+        ``is_copied`` a large state is read only when it is sent, in another thread, and is not restored.
+        """
+        if name in self._states or name in self._large_states:
+            raise ValueError(f"{name!r} is registered already: give each state a name of its own")
+        (self._states if is_copied else self._large_states)[name] = get, put
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the replicas have made."""
+        return int(self._manager.current_step()) if self._manager is not None else 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members if self._group is not None else ()
+
+    def sampler_ranks(self, num_replicas: int, rank: int) -> dict[str, int]:
+        """Returns these arguments of a DistributedSampler, given those of this replica's ranks, for all ranks of all
+        replicas."""
+        return {"num_replicas": self.of * num_replicas, "rank": self.slot * num_replicas + rank}
+
+    @property
+    def writes(self) -> bool:
+        """Whether this replica writes files: the leader, and before the first step replica 0."""
+        return self.is_leader if self._has_started else self.slot == 0
+
+    def writes_in(self, call: str) -> bool:
+        """Returns whether this replica writes the file of a ``call`` that all make: the leader does.
+
+        Raises:
+            ValueError: before the first step, when there is no leader yet.
+        """
+        if not self._has_started:
+            raise ValueError(
+                f"{call} before the first step of the replicas: the leader writes, and which one that is, is unknown "
+                "until they have met. Call it in the loop or after it"
+            )
+        return self.is_leader
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """Yields the numbers of the epochs that are left, up to ``num``, and leaves the replicas after the last one."""
+        while self.epoch < num and not self.should_stop:
+            yield self.epoch
+        self.finish()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yields the batches of one epoch from the place of the others; those of a dropped step come again.
+
+        One that comes back trains its first batch without effect, and goes on with the others' next one, also if that
+        is in another epoch: ``set_epoch`` of the loader's sampler is called. Collective by the batches' steps.
+        """
+        window: list[T] = []  # since the last step
+        is_there = False
+        while not is_there:
+            set_epoch(loader, self.epoch)
+            is_there = True
+            for index, batch in enumerate(loader):
+                if index < self.batch:
+                    continue
+                window.append(batch)
+                steps = self.step
+                queue = [batch]
+                while queue:
+                    self.dropped = self.healed = False
+                    yield queue.pop(0)
+                    if self.dropped:
+                        self._restore()
+                        queue = list(window)
+                    else:
+                        self.batch += len(window) if self.healed else 1
+                if self.should_stop:
+                    return
+                if self.step != steps:
+                    window = []
+                if self.healed:
+                    is_there = False
+                    break
+        self.epoch += 1
+        self.batch = 0
+
+    def stop(self) -> None:
+        """Makes all replicas end after the same batch: this one, or the next if this one is reduced already."""
+        self._store.set("wants_stop", "1")
+
+    def finish(self) -> None:
+        """Waits until all replicas have made the last step, and leaves them. Collective over this replica's ranks."""
+        if self._model is None or self._manager is None:
+            return
+        self._ends = True
+        if not self._has_left and len(self.members) > 1:
+            # For a new group, in which the others hear of it; one that was to go on ends, too.
+            self.commit(is_refused=True)
+        while not self._has_left:
+            self._meet()
+            self._has_left = self.commit(is_refused=False) or self._is_over
+        if self._size > 1:
+            dist.barrier(self._ranks)  # rank 0 ends the connection for all, and others may wait for its answer
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the other replicas, which go on without waiting. May be called again."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._group.abort(errored=False)
+            self._manager = None
+
+    # --- the hook ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        if self._is_open or self._manager is None:
+            return
+        self._is_open = True
+        self._before = self._manager.state_dict()
+        self._loop = {"place": (self.epoch, self.batch)}
+        self._loop |= {name: copy.deepcopy(get()) for name, (get, _) in self._states.items()}
+        self._start_quorum()
+        if not self._is_together:
+            self._wait_for_others()
+
+    def _start_quorum(self) -> None:
+        try:
+            self._manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    def _wait_for_quorum(self) -> None:
+        try:
+            self._manager.wait_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    def _wait_for_others(self) -> None:
+        """Waits until all replicas are there at the start, later until there are enough."""
+        needed = self._minimum if self._has_started or self._ends else self.of
+        deadline = time.monotonic() + self._patience_s
+        # Only facts of the quorum, which all ranks of this replica have alike: they vote the same number of times.
+        while True:
+            self._wait_for_quorum()
+            num_there = self._manager.num_participants() if self._has_started else len(self.members)
+            if num_there >= needed or not self._manager.is_participating():
+                break
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"replica {self.slot}: {needed} replicas are needed, and after {self._patience_s:g} s these are "
+                    f"there: {list(self.members)}. Start the others, or pass another number (of=, minimum=)"
                 )
-        host = host or os.environ.get("MEGASTRATEGY_HOST") or socket.gethostname()
-        link = TorchftLink(slot, lighthouse, heartbeat_s, skew_s, patience_s, host)
-        super().__init__(link, of=of, slot=slot, minimum=minimum, patience_s=patience_s)
+            self._manager.report_error(RuntimeError("more replicas are needed"))
+            self._vote()
+            time.sleep(_AGAIN_S)
+            self._start_quorum()
+        self._is_together = True
 
+    def reduce(self, shard: Tensor) -> None:
+        self._sum(shard)
+        num = self._manager.num_participants()
+        if num > 1:
+            shard.div_(num)
 
-def _found(given: Any, name: str, variable: str) -> Any:
-    if given is None and not (given := os.environ.get(variable)):
-        raise ValueError(
-            f"Replicas({name}=): pass it, or set {variable}, as megastrategy replicas does for scripts that it starts"
+    def any_of(self, flags: bytes) -> bytes:
+        wants_stop = self._is_first_rank and bool(self._store.check(["wants_stop"]))
+        summed = torch.frombuffer(bytearray(flags + bytes([wants_stop])), dtype=torch.uint8).to(self._device)
+        self._sum(summed)
+        *found, stops = summed.tolist()
+        if stops and self._is_first_rank:
+            self._store.set("stop", "1")  # before the vote, after which the other ranks of this replica read it
+        return bytes(map(bool, found))
+
+    def commit(self, *, is_refused: bool) -> bool:
+        self._meet()
+        if is_refused:
+            self._manager.report_error(RuntimeError("a rank has refused the gradients"))
+        buffers = self._buffers_of_leader()
+        committed = self._vote()
+        if committed and self._manager.errored() is None:
+            self._set_buffers(buffers)
+        self.dropped = not committed
+        if committed:
+            self._has_started = True
+            self.should_stop = self._is_over or bool(self._store.check(["stop"]))
+            self._has_left = self._is_over
+        return committed and not self._is_over
+
+    # --- sums --------------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Waits for the quorum; see [Note: the first sum of a group]."""
+        if self._manager is None:
+            raise ValueError("these replicas were left: make new ones for another training")
+        self.begin()
+        self._wait_for_quorum()
+        if self._group.is_new and self._manager.errored() is None:
+            self._group.is_new = False
+            self._compare()
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Adds up over the replicas that take part. After a failure nothing is sent any more."""
+        self._meet()
+        if self._is_over:
+            return
+        if not self._manager.is_participating():
+            tensor.zero_()
+        self._exchange(tensor)
+
+    def _exchange(self, tensor: Tensor) -> None:
+        # Not Manager.allreduce, whose chain of futures takes 0.3 ms of each bucket's processor time.
+        if self._manager.errored() is not None or len(self.members) == 1:
+            return
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM
+        try:
+            self._group.allreduce([tensor], options).wait()
+        except Exception as error:  # noqa: BLE001 - it is the vote's, as any error in a sum
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._manager.report_error(error)
+        self._group.abort()  # others that wait for this replica in a sum give up, too
+
+    def _compare(self) -> None:
+        """Compares digests with the other members, and learns whether any of them has ended."""
+        assert self._model is not None, "attached"
+        is_new = self.step == 0 and self._manager.is_participating()
+        layout = _as_number(self._model.layout_digest())
+        weights = _as_number(self._model.weights_digest()) if is_new else 0
+        table = torch.zeros(self.of, 4, dtype=torch.float64, device=self._device)
+        table[self.slot] = torch.tensor([1, layout, weights, self._ends], dtype=torch.float64)
+        self._exchange(table)
+        if self._manager.errored() is not None:
+            return
+        rows = {slot: row for slot, row in enumerate(table.tolist()) if row[0]}
+        self._is_over = any(row[3] for row in rows.values())
+        for column, what in ((1, "model, options, or number of ranks"), (2, "weights at the start")):
+            digests = [row[column] for row in rows.values() if row[column]]
+            most = collections.Counter(digests).most_common(1)
+            mine = rows[self.slot][column]
+            if mine and mine != most[0][0]:
+                self._fail(RuntimeError("this replica differs"))
+                others = [slot for slot, row in rows.items() if row[column] not in (0, mine)]
+                raise ReplicaMismatchError(
+                    f"replica {self.slot} has another {what} than replicas {others}. Build the same in all, with the "
+                    "same seed (torch.manual_seed) or the same checkpoint"
+                )
+            if len(set(digests)) > 1:
+                self._fail(RuntimeError(f"a replica has another {what}, and ends"))
+
+    # --- the vote ----------------------------------------------------------------------------------------------------
+
+    def _vote(self) -> bool:
+        """Returns whether all ranks of this replica have all sums, and loads another replica's state if it came."""
+        try:
+            committed = bool(self._manager.should_commit())
+        except (RuntimeError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        received = self._received
+        self._received = None
+        self._is_open = False
+        self.healed = committed and received is not None
+        if received is not None and committed:
+            assert self._model is not None, "attached"
+            self._model.load_rank_state_dict(received["model"])
+            self._load_loop(self._states, received["loop"])
+            self._load_loop(self._large_states, received["large"])
+            self.epoch, self.batch = received["loop"]["place"]
+        if not committed:  # see [Note: a batch that fails]
+            self._manager.load_state_dict(self._before)
+            self._group.abort()
+            self._is_together = self._is_together and self._manager.num_participants() >= self._minimum
+        self.is_leader = self._manager.participating_rank() == 0
+        return committed
+
+    def _state(self) -> dict[str, Any]:
+        assert self._model is not None, "attached"
+        large = {name: get() for name, (get, _) in self._large_states.items()}
+        return {"model": self._model.rank_state_dict(), "loop": self._loop, "large": large}
+
+    def _receive(self, state: Any) -> None:
+        # Loading is collective over this replica's ranks: it waits for the vote, in which each says that it has one.
+        self._received = state
+
+    def _load_loop(self, registered: dict[str, Any], states: dict[str, Any]) -> None:
+        missing = registered.keys() ^ (states.keys() - {"place"})
+        if missing:
+            raise ReplicaMismatchError(f"replica {self.slot}: not all replicas have registered {sorted(missing)}")
+        for name, (_, put) in registered.items():
+            put(states[name])
+
+    def _restore(self) -> None:
+        self.epoch, self.batch = self._loop["place"]
+        self._load_loop(self._states, copy.deepcopy(self._loop))
+
+    # --- module buffers ----------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> list[Tensor]:
+        """Returns the buffers that a forward may change: not the masks and tables of positions in integers."""
+        model = self._model
+        if model is None or not model.ddp_config.broadcast_buffers or self._ends:
+            return []
+        return [one.data for one in model.module.buffers() if one.is_floating_point() or one.numel() == 1]
+
+    def _buffers_of_leader(self) -> Tensor | None:
+        buffers = self._buffers()
+        if not buffers or self._manager.errored() is not None:
+            return None
+        values = torch.cat([one.reshape(-1).to(self._device, torch.float64) for one in buffers])
+        if self._manager.participating_rank() != 0:
+            values.zero_()
+        self._sum(values)
+        return values
+
+    def _set_buffers(self, values: Tensor | None) -> None:
+        buffers = self._buffers() if values is not None and not self._is_over else []
+        for one, part in zip(buffers, values.split([one.numel() for one in buffers]) if buffers else (), strict=True):
+            one.copy_(part.view(one.shape))
+
+    # --- errors ------------------------------------------------------------------------------------------------------
+
+    def _unreachable(self, error: Exception) -> CollectiveError:
+        address = urllib.parse.urlsplit(self._lighthouse)
+        try:
+            socket.create_connection((address.hostname or "", address.port or 80), timeout=5.0).close()
+            reason = "It runs, and the others may have gone on without this replica: start it again"
+        except OSError as refused:
+            reason = f"It does not answer ({refused}): start it at this address, and then all replicas"
+        return CollectiveError(
+            f"replica {self.slot}: there is no agreement with other replicas through the lighthouse at "
+            f"{self._lighthouse}. {reason}. torchft said: {error}"
         )
-    return given
 
 
-def _whole_number(given: Any, name: str, variable: str) -> int:
-    found = _found(given, name, variable)
-    try:
-        return int(found)
-    except ValueError:
-        raise ValueError(f"{name}={found!r} ({variable}): expected a whole number") from None
+def _make_group(torchft: Any, backend: str, timeout: timedelta) -> Any:
+    """Returns the group of the ranks of one number in all replicas."""
+    base = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}[backend]
 
+    class Group(base):  # type: ignore[misc,valid-type] # a class of no type
+        """Knows its members, and whether they have exchanged nothing yet."""
 
-def _address(found: Any) -> str:
-    with contextlib.suppress(ValueError):  # of a port that is no number
-        parts = urllib.parse.urlsplit(str(found))
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return str(found)
-    raise ValueError(
-        f"lighthouse={str(found)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510"
-    )
+        members: tuple[int, ...] = ()
+        is_new = False
 
+        def configure(
+            self,
+            store_addr: str,
+            replica_id: str,
+            rank: int,
+            world_size: int,
+            quorum_id: int | None = None,
+            group_rank: int | None = None,
+            group_world_size: int | None = None,
+            global_ranks: Sequence[int] | None = None,
+        ) -> None:
+            # Before it connects: a connection that fails is the vote's, and all ranks of a replica have these members.
+            self.members = tuple(number // (group_world_size or 1) for number in global_ranks or ())
+            self.is_new = True
+            super().configure(
+                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+            )
 
-def _seconds(given: float | None, variable: str, default: float) -> float:
-    found = os.environ.get(variable, default) if given is None else given
-    try:
-        return float(found)
-    except ValueError:
-        raise ValueError(f"{variable}={found!r}: expected a number of seconds") from None
-
-
-def check_timeouts(heartbeat_s: float, skew_s: float, patience_s: float) -> None:
-    """Raises ValueError unless each is longer than the one before; see [Note: time-outs of replicas]."""
-    ordered = {
-        "10 heartbeats": 10 * _INTERVAL_S,
-        "heartbeat_s": heartbeat_s,
-        "skew_s": skew_s,
-        "2 skew_s + heartbeat_s": 2 * skew_s + heartbeat_s,
-        "patience_s": patience_s,
-    }
-    for (shorter, first), (longer, second) in zip(list(ordered.items()), list(ordered.items())[1:], strict=False):
-        if not first <= second:
-            raise ValueError(f"{longer}={second:g}: expected at least {first:g} seconds, the time of {shorter}")
-
-
-def describe_timeouts(heartbeat_s: float, skew_s: float, patience_s: float) -> str:
-    """Returns a line with all time-outs, from the shortest to the longest."""
-    return (
-        f"time-outs: a replica that is silent for {heartbeat_s:g} s is taken for dead; one that is alive is waited for "
-        f"{skew_s:g} s in a sum or a recovery, {2 * skew_s + heartbeat_s:g} s after a failed vote; missing replicas "
-        f"are waited for {patience_s:g} s"
-    )
+    return Group(timeout=timeout)
 
 
 def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: float = SKEW_S, minimum: int = 1) -> Any:
@@ -164,13 +557,9 @@ def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: flo
 
 def has_met(lighthouse: Any) -> bool:
     """Returns whether any replica has begun to train with this lighthouse."""
-    with _open(f"{lighthouse.address()}/status", 10.0) as page:
-        return b"quorum_id: 0 " not in page.read()
-
-
-def _open(address: str, timeout_s: float) -> Any:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy
-    return opener.open(address, timeout=timeout_s)
+    with opener.open(f"{lighthouse.address()}/status", timeout=10.0) as page:
+        return b"quorum_id: 0 " not in page.read()
 
 
 def _torchft(name: str) -> Any:
@@ -191,282 +580,32 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return "NCCL flight recorder" not in record.getMessage()  # of each new group, also of gloo
 
 
-def _ignore_request(handler: Any, *arguments: Any) -> None:
-    """Logs nothing for each state that is sent: the standard library writes a line to stderr."""
+def _as_number(digest: str) -> int:
+    return int(digest, 16) % 2**_DIGEST_BITS
 
 
-class _InCallersThread:
-    """Runs the Manager's jobs in the thread that submits them, which is a daemon and waits for them anyhow.
-
-    The Manager's own thread would keep a rank alive, after an error, that waits there for one that has ended.
-    """
-
-    def submit(self, call: Callable[..., Any], **arguments: Any) -> Future[Any]:
-        future = Future[Any]()
-        try:
-            future.set_result(call(**arguments))
-        except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, *, wait: bool) -> None:
-        """Does nothing: there is no thread."""
-
-
-class TorchftLink(core.ReplicaLink):
-    """One rank's connection, through torchft's Manager and a gloo group that it makes for each quorum."""
-
-    def __init__(
-        self, slot: int, lighthouse: str, heartbeat_s: float, skew_s: float, patience_s: float, host: str
-    ) -> None:
-        # Its absence is reported at the start, not at the first batch.
-        if not hasattr(_torchft("torchft").ProcessGroupGloo, "configure"):
-            raise ImportError(
-                "megastrategy.Replicas needs torchft 0.2, and this torchft has another interface, as its nightly "
-                "builds do: pip install 'megastrategy[replicas]', without torchft-nightly"
-            )
-        self._slot, self._lighthouse, self._host = slot, lighthouse, host
-        self._heartbeat_s, self._skew_s, self._patience_s = heartbeat_s, skew_s, patience_s
-        self._manager: Any = None
-        self._group: Any = None
-        self._transport: Any = None
-        self._store: TCPStore | None = None
-        self._received: Any = None
-        self._step_before = 0
-
-    def join(self, ranks: core.Collectives, state: Callable[[], Any]) -> None:
-        torchft = _torchft("torchft")
-        self._check_timeout_of(ranks)
-        self._ranks = ranks
-        # A store of its own: that of the launcher may have the addresses of a process that has ended.
-        if ranks.rank == 0:
-            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        host, port = ranks.all_gather_objects((self._host, self._store.port if self._store is not None else 0))[0]
-        skew = timedelta(seconds=self._skew_s)
-        self._group = _group(torchft, skew, self._set_members)
-        self._transport = _transport(_torchft("torchft.checkpointing.http_transport"), skew, self._host)
-        self._transport._server.RequestHandlerClass.log_request = _ignore_request
-        try:
-            self._manager = torchft.Manager(
-                pg=self._group,
-                load_state_dict=self._receive,
-                state_dict=state,
-                min_replica_size=1,  # the caller counts, since it also has to wait for more
-                use_async_quorum=False,
-                timeout=skew,
-                quorum_timeout=timedelta(seconds=self._patience_s),
-                connect_timeout=timedelta(seconds=min(self._skew_s, 10.0)),
-                rank=ranks.rank,
-                world_size=ranks.size,
-                store_addr=host,
-                store_port=port,
-                lighthouse_addr=self._lighthouse,
-                replica_id=f"replica{self._slot}",
-                hostname=self._host,
-                heartbeat_interval=timedelta(seconds=_INTERVAL_S),
-                checkpoint_transport=self._transport,
-                init_sync=False,  # states that differ at the start are an error, and are not mixed by rank
-                # About one a second: a lighthouse may be started again, and torchft divides the time by the retries.
-                quorum_retries=max(10, int(self._patience_s)),
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise self._unreachable(error) from error
-        self._manager._executor.shutdown()
-        self._manager._executor = _InCallersThread()
-        self._manager._client = _Client(self._manager, self._group)
-
-    def _check_timeout_of(self, ranks: core.Collectives) -> None:
-        if ranks.size > 1:
-            timeout_s = ranks.host.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            if timeout_s <= self._skew_s:
-                raise ValueError(
-                    f"skew_s={self._skew_s:g}: expected less than {timeout_s:g} seconds, the timeout of the ranks' "
-                    "process group, in which they wait for one that waits for other replicas. Pass a longer timeout to "
-                    "init_process_group, MegatronDDPStrategy or accelerate's InitProcessGroupKwargs"
-                )
-
-    def _receive(self, state: Any) -> None:
-        self._received = state
-
-    def _set_members(self, place: int, members: tuple[int, ...]) -> None:
-        self.place, self.number, self.members = place, self.number + 1, members
-
-    @property
-    def step(self) -> int:  # type: ignore[override]
-        return int(self._manager.current_step())
-
-    @property
-    def failure(self) -> str:  # type: ignore[override]
-        error = self._manager.errored()
-        if error is None:
-            return ""
-        return f"{str(error.original_exception) or repr(error.original_exception)}{self._group.hint}"
-
-    def meet(self, *, joins: bool) -> Any:
-        self._received, self._step_before = None, self._manager.current_step()
-        wait_s = self._patience_s if joins else 2 * self._skew_s + self._heartbeat_s
-        try:
-            self._manager.start_quorum(shrink_only=not joins, timeout=timedelta(seconds=wait_s))
-        except (RuntimeError, TimeoutError) as error:
-            raise self._unreachable(error) from error
-        state, self._received = self._received, None
-        return state
-
-    def _unreachable(self, error: Exception) -> core.CollectiveError:
-        address = urllib.parse.urlsplit(self._lighthouse)
-        try:
-            socket.create_connection(
-                (address.hostname or "", address.port or 80), timeout=min(self._skew_s, 5.0)
-            ).close()
-            reason = (
-                "It runs, so this replica was stopped for too long, and the others train without it: start it again"
-            )
-        except OSError as refused:
-            reason = f"It does not answer ({refused}): start it at this address, and then the replicas that have ended"
-        return core.CollectiveError(
-            f"replica {self._slot}: there is no agreement with other replicas through the lighthouse at "
-            f"{self._lighthouse}. {reason}.{self._group.hint} torchft said: {error}"
+def _setting(value: Any, name: str, variable: str) -> Any:
+    value = os.environ.get(variable) if value is None else value
+    if value is None or value == "":
+        raise ValueError(
+            f"Replicas({name}=): pass it, or set {variable}, as megastrategy replicas does for scripts that it starts"
         )
-
-    def undo_meeting(self) -> None:
-        self._manager.load_state_dict({"step": self._step_before, "batches_committed": 0})
-        self.leave_group()
-
-    def leave_group(self) -> None:
-        self._manager._commit_failures += 1  # otherwise the same members would not make a new group
-        self._drop_group()
-
-    def mean_(self, tensor: Tensor) -> None:
-        if len(self.members) > 1:
-            self._reduce(tensor, ReduceOp.SUM)
-            tensor.div_(len(self.members))
-
-    def max_(self, numbers: Tensor) -> None:
-        self._reduce(numbers, ReduceOp.MAX)
-
-    def _reduce(self, tensor: Tensor, kind: Any) -> None:
-        # Not Manager.allreduce: its chain of futures takes 0.3 ms of each bucket's processor time.
-        if len(self.members) == 1 or self.failure:
-            return
-        options = AllreduceOptions()
-        options.reduceOp = kind
-        try:
-            self._group.allreduce([tensor], options).wait()
-        except Exception as error:  # noqa: BLE001 - it is the vote's, as any error in a sum
-            self._manager.report_error(error)
-            self._drop_group()
-
-    def _drop_group(self) -> None:
-        # A member that has failed goes to its vote; one that has not would wait for it in the sum until the timeout.
-        self._manager.report_error(RuntimeError("this replica has left its group of replicas"))
-        self._manager._quorum_id = -1  # a lighthouse that was started again may give the next group this one's number
-        self._group.abort()
-
-    def vote(self) -> bool:
-        # Manager.should_commit asks the same of the ranks through a server, which takes 0.9 ms.
-        voted = self._ranks.max_of_bytes([self.failure != ""]) == [0]
-        self._transport.disallow_checkpoint()  # later requests wait for the next state
-        if voted:
-            self.pass_step()
-            self._manager._commit_failures = 0
-        else:
-            self.leave_group()  # members that voted yes would wait for this one in their next meeting
-        return voted
-
-    def pass_step(self) -> None:
-        self._manager.load_state_dict({"step": self.step + 1, "batches_committed": 0})
-        self._step_before = self.step
-
-    def leave(self) -> None:
-        if self._transport is None:
-            return
-        if self._manager is not None and self._manager._manager is not None:  # in rank 0, the heartbeat: it ends first
-            self._manager._manager.shutdown()
-        self._group.abort(errored=False)
-        # Its server answers within half a second, and this rank may be about to raise an error.
-        threading.Thread(target=_end_server, args=(self._transport,), daemon=True).start()
-        self._transport = self._store = None
+    return value
 
 
-class _Client:
-    """The Manager's client, which makes a new group also if a lighthouse that was started again counts from 1.
-
-    torchft keeps a group while its number is the same, and finds addresses in the store by that number. Before the
-    lighthouse was started again, another group may have had it. So a group is new if its members are others, or if this
-    replica is behind, and its addresses are found by its step, too.
-    """
-
-    def __init__(self, manager: Any, group: Any) -> None:
-        self._manager, self._group, self._client = manager, group, manager._client
-        self._members: list[str] = []
-
-    def _quorum(self, **arguments: Any) -> Any:
-        quorum = self._client._quorum(**arguments)
-        if quorum.heal or quorum.replica_ids != self._members:
-            self._manager._quorum_id = -1
-        self._members, self._group.step = quorum.replica_ids, quorum.max_step
-        return quorum
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+def _number(value: int | None, name: str, variable: str) -> int:
+    setting = _setting(value, name, variable)
+    try:
+        return int(setting)
+    except ValueError:
+        raise ValueError(f"{name}={setting!r} ({variable}): expected a whole number") from None
 
 
-def _group(torchft: Any, timeout: timedelta, set_members: Callable[[int, tuple[int, ...]], None]) -> Any:
-    """Returns the group of the ranks at one place of all replicas, which reports its members when they change."""
-
-    class Group(torchft.ProcessGroupGloo):  # type: ignore[misc] # a class of no type
-        step = 0
-        hint = ""  # why its members did not connect
-
-        def configure(
-            self,
-            store_addr: str,
-            replica_id: str,
-            rank: int,
-            world_size: int,
-            quorum_id: int,
-            group_rank: int,
-            group_world_size: int,
-            global_ranks: Sequence[int],
-        ) -> None:
-            # Before it connects: a connection that fails is reported, and the members are the same.
-            set_members(rank, tuple(number // group_world_size for number in global_ranks))
-            store_addr = f"{store_addr}/{self.step}"
-            self.hint = ""
-            try:
-                super().configure(
-                    store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-                )
-            except RuntimeError as error:
-                if could_not_connect(error):
-                    self.hint = f" Replicas did not connect. If none has just ended: {way_out()}."
-                    _log.warning("%s They try again. gloo said: %s", self.hint.strip(), error)
-                raise
-
-        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            # torchft's own would listen at a loopback address where the machine's name leads to one.
-            is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
-            return core.gloo_group(store, rank, world_size, timeout, finds_interface=not is_chosen)
-
-    return Group(timeout=timeout)
-
-
-def _transport(module: Any, timeout: timedelta, host: str) -> Any:
-    """Returns the server of this rank's state, which other replicas reach by the name ``host``, without a proxy."""
-
-    class Transport(module.HTTPTransport):  # type: ignore[misc] # a class of no type
-        def address(self) -> str:
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-        @classmethod
-        def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-            with _open(address, timeout.total_seconds()) as received, warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
-                return module._streaming_load(received, weights_only=False)
-
-    return Transport(timeout=timeout, num_chunks=0)
-
-
-def _end_server(transport: Any) -> None:
-    transport.shutdown(wait=True)
-    transport._server.server_close()
+def _address(setting: Any) -> str:
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        parts = urllib.parse.urlsplit(str(setting))
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return str(setting)
+    raise ValueError(
+        f"lighthouse={str(setting)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510"
+    )

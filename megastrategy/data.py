@@ -232,6 +232,14 @@ def samplers_of(loader: Any) -> list[Any]:
     return [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
 
 
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Sets the epoch of a loader and its samplers, where they have one."""
+    sampler = getattr(loader, "batch_sampler", None)
+    for one in (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None)):
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
+
+
 def check_order(option: str, *samplers: Any) -> None:
     """Raises ValueError for a sampler whose place or order a replica that comes back would not have.
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "_expert_mesh": {"core"},
     "_versions": set(),
     "data": set(),
-    "_replicas": {"core", "_faults"},
+    "_replicas": {"core", "data"},
     "_prepared_models": {"core"},
     "_unsharded_optimizers": {"core"},
     "_faults": {"core"},
@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "_faults",
         "_checkpoints",
         "_prepared_models",
+        "_replicas",
         "_unsharded_optimizers",
         "data",
         "pipeline",
@@ -54,6 +55,7 @@ MAY_IMPORT = {
         "_faults",
         "_checkpoints",
         "_prepared_models",
+        "_replicas",
         "_unsharded_optimizers",
         "_versions",
         "data",
@@ -254,7 +256,7 @@ accelerator = megastrategy.accelerate.Accelerator(cpu=True)
 module = torch.nn.Linear(2, 1)
 accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
 assert accelerator.megatron_ddp_plugin.replicas is None
-unused = ("torchft", "megastrategy._replicas", "megastrategy.core.module.experts")
+unused = ("torchft", "megastrategy.core.module.experts")
 assert not [name for name in sys.modules if name.startswith(unused)]
 """
 

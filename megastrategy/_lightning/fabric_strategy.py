@@ -41,6 +41,7 @@ from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, count_barrier
 from .._prepared_models import PreparedModels
+from .._replicas import Replicas
 from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     CheckpointError,
@@ -49,7 +50,6 @@ from ..core import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     OpenDirectory,
-    Replicas,
     adapt_scaler,
     announce_tokens,
     names_elsewhere,

@@ -16,7 +16,8 @@ from torch.nn import Module
 from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
 from .._expert_mesh import EXPERT_DATA, check_divides, check_has_experts, make_expert_mesh
 from .._faults.process_collectives import engine_collectives
-from ..core import DistributedDataParallelConfig, Replicas, check_expert_options, cut_state, materialise
+from .._replicas import Replicas
+from ..core import DistributedDataParallelConfig, check_expert_options, cut_state, materialise
 from .callbacks import is_a
 
 if TYPE_CHECKING:

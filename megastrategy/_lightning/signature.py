@@ -14,7 +14,8 @@ from torch.nn import Module
 from megastrategy_autoload import DOORS
 
 from .._checkpoints.directories import StateDictType
-from ..core import DistributedDataParallelConfig, Replicas, config_from_arguments
+from .._replicas import Replicas
+from ..core import DistributedDataParallelConfig, config_from_arguments
 
 _Class = TypeVar("_Class", bound=type)
 

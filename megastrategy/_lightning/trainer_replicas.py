@@ -1,49 +1,28 @@
-"""The replicas of a Trainer's fit: where they meet, what one that comes back takes over, and which of them writes.
+"""The replicas of a Trainer's fit: what one that comes back takes over, and which of them writes.
 
-[Note: where the replicas of a Trainer meet]
-They meet before a batch is fetched: Lightning's counters are complete there, and a validation that was due has ended.
-The first meeting is in the strategy's setup, when model and optimizers are wrapped and the loops are not restored yet.
-A replica that comes back takes the state of another one for a loaded checkpoint, so that Lightning's own code restores
-loops, schedulers and precision from it. Its first epoch begins at the batch of the others: a loader that cannot load
-its place fetches and drops the batches before it. The last meeting is after the fit. If the leader has ended while it
-wrote a checkpoint, the next one finds that at the meeting after it, and writes the file.
-
-[Note: which decisions replicas make together]
-Batches of training differ between replicas, those of validation do not, and so the values that callbacks monitor are
-equal. Clocks and file systems are not: a decision that ranks make together, and a value that rank 0 broadcasts, is
-that of all replicas from the first batch to the last one.
+The state of a Trainer is loaded at the end of a backward, where batch and step are under way here as they were in the
+replica that has sent it. A batch that is dropped runs again inside of its optimizer step, before schedules step. With
+``accumulate_grad_batches`` and in manual optimization it is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import json
-import logging
-import os
-import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from ..core import CollectiveError, ReplicaMismatchError, Replicas
+from .._replicas import Replicas
+from ..data import set_epoch
 from .callbacks import is_a
 from .replaced_methods import ReplacedMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-T = TypeVar("T")
-Inside = Callable[[Any], Any]
-"""Returns the value of rank 0 of this replica. Collective over its ranks."""
-_log = logging.getLogger("megastrategy")
-
-_LAST_SAVED = {"_last_global_step_saved", "_last_checkpoint_saved"}
-"""Attributes of a ModelCheckpoint that are not in its state. By them it saves once a step."""
 _REFUSED = {
     "StochasticWeightAveraging": "a replica that comes back cannot take over its schedule. Use WeightAveraging",
     "LearningRateFinder": (
@@ -54,32 +33,22 @@ _REFUSED = {
 
 
 class TrainerReplicas:
-    """The replicas of one strategy, or None: before :meth:`join`, and without, each method is that of a single replica.
-
-    Attributes:
-        saved: the paths of the last checkpoints, which all replicas saved between the same two meetings, and whether
-            they have weights only.
-    """
+    """The replicas of one strategy, or None: then each method is that of a single replica."""
 
     def __init__(self, replicas: Replicas | None) -> None:
         self._given = replicas
-        self._trainer: Any = None  # of the last fit
+        self._trainer: Any = None  # of the fit that has joined
         self._acts_alone = False
+        self._is_behind = False  # whether the loader is not at the place of the others yet
+        self._ready_at_begin = 0
         self._replaced = ReplacedMethods()
-        self._begin_fit()
-
-    def _begin_fit(self) -> None:
-        self._taken: dict[str, Any] | None = None  # the state with which this process came back
-        self._has_joined = self._has_begun = self._is_over = self._led = self._is_cut_off = False
-        self.saved: dict[str, bool] = {}
-        self._has_met_since = False  # the leader, since these were saved
 
     @property
     def _replicas(self) -> Replicas:
         assert self._given is not None, "a fit has joined them"
         return self._given
 
-    def name_logs(self, module: pl.LightningModule | None, inside: Inside) -> None:
+    def name_logs(self, module: pl.LightningModule | None, inside: Callable[[Any], Any]) -> None:
         """Gives loggers that would number their folders a name of this replica: several would take one number."""
         if self._given is None or module is None:
             return
@@ -94,233 +63,149 @@ class TrainerReplicas:
             return kwargs
         return self._given.sampler_ranks(**kwargs)
 
-    # --- joining -----------------------------------------------------------------------------------------------------
-
-    def join(self, trainer: pl.Trainer, inside: Inside) -> None:
-        """Meets the other replicas if this is a fit, whose model and optimizers are wrapped. Collective.
+    def join(self, trainer: pl.Trainer) -> None:
+        """Registers the Trainer's state if this is a fit, whose model is wrapped.
 
         Raises:
-            ValueError: for a callback that cannot be used with replicas.
+            ValueError: for a callback, or a kind of optimization, that cannot be used with replicas.
         """
         if self._given is None or trainer.state.fn != "fit":
             return
         for name, reason in _REFUSED.items():
             if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 raise ValueError(f"replicas=: the callback {name} cannot be used, since {reason}")
-        self._trainer = trainer
-        self._inside = inside
-        self._begin_fit()
-        replicas = self._given
-        replicas.register("trainer", self._state, self._take)
-        saving: list[Any] = [
-            one for one in trainer.checkpoint_callbacks if isinstance(getattr(one, "dirpath", None), str)
-        ]
-        replicas.notice = json.dumps([one.dirpath for one in saving]).encode()
-        replicas.begin_batch()
-        self._has_joined = True
-        self._led = replicas.is_leader
-        # Any of them may have to write the next file, and to remove an earlier one.
-        folders = json.loads(replicas.notice)
-        if len(folders) != len(saving):
-            raise ReplicaMismatchError(
-                f"replica {replicas.slot} has {len(saving)} callbacks that save in a folder, and the leader has "
-                f"{len(folders)}: use the same callbacks in all replicas"
+        if not trainer.lightning_module.automatic_optimization and len(trainer.strategy.optimizers) > 1:
+            raise ValueError(
+                "replicas=: manual optimization of several optimizers has several votes a batch, and one that comes "
+                "back may begin between them. Use one optimizer with several parameter groups"
             )
-        for callback, folder in zip(saving, folders, strict=True):
-            callback.dirpath = folder
-        if self._taken is not None:
-            self._restore(self._taken)
-        loop = trainer.fit_loop.epoch_loop
-        self._replaced.add(loop, "advance", self._at_the_others_batch(loop.advance))
-        self._replaced.add(trainer, "_run_stage", self._leaving_after(trainer._run_stage))
+        self._trainer = trainer
+        self._given.register("trainer", self._state, self._take)
+        self._given.register("callbacks", self._callbacks_state, self._take_callbacks, is_copied=False)
+        run_stage = trainer._run_stage
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Loads what Lightning restores before a strategy's setup, and leaves the rest for it to restore after."""
-        trainer = self._trainer
-        connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint = state
-        connector.restore_datamodule()
-        for callback in trainer.callbacks:
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
-            if is_a(callback, "BaseFinetuning"):
-                # Otherwise it would build the groups anew, with the learning rates they had when they were added.
-                callback._restarting = False
-            for name, average in state["averages"].get(callback.state_key, {}).items():
-                getattr(callback, name).load_state_dict(average)
-        for callback, last_saved in zip(trainer.checkpoint_callbacks, state["last_saved"], strict=True):
-            vars(callback).update(last_saved)
-        trainer.should_stop = state["should_stop"]  # it came back when the others had ended
-        _log.info("replica %d goes on from the state of the others", self._replicas.slot)
+        def run() -> Any:
+            try:
+                return run_stage()
+            except BaseException as error:  # the others must not wait while callbacks save
+                self.leave(error)
+                raise
+
+        self._replaced.add(trainer, "_run_stage", run)
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Any]:
+        loop = self._trainer.fit_loop
+        parts = {
+            "epoch": loop.epoch_progress,
+            "batch": loop.epoch_loop.batch_progress,
+            "schedule": loop.epoch_loop.scheduler_progress,
+            "optimizer": loop.epoch_loop.automatic_optimization.optim_progress,
+            "manual": loop.epoch_loop.manual_optimization.optim_step_progress,
+            "precision": self._trainer.precision_plugin,
+        }
+        return parts | {f"scheduler {n}": one.scheduler for n, one in enumerate(self._trainer.lr_scheduler_configs)}
 
     def _state(self) -> dict[str, Any]:
-        """Returns what this rank's counterpart in a replica that comes back takes over; it is no checkpoint, for which
-        hooks are called that may be collective."""
-        trainer = self._trainer
-        plugin = trainer.precision_plugin
-        module = trainer.datamodule
-        state = {
-            "loops": trainer._checkpoint_connector._get_loops_state_dict(),
-            "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
-            "averages": {one.state_key: self._averages(one) for one in trainer.callbacks},
-            "last_saved": [
-                {name: value for name, value in vars(one).items() if name in _LAST_SAVED}
-                for one in trainer.checkpoint_callbacks
-            ],
-            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "optimizer_states": [],  # with the weights
-            "place": self._counters(),
-            "should_stop": trainer.should_stop,
-        }
-        for stateful in (plugin, module):
-            contents = None if stateful is None else stateful.state_dict()
-            if contents:
-                state[type(stateful).__qualname__] = contents
-        return copy.deepcopy(state)  # the next batch changes it, perhaps before all of it is sent
-
-    def _averages(self, callback: object) -> dict[str, Any]:
-        """Returns the states of a callback's copies of the module, such as an average of its weights."""
-        trained = self._trainer.lightning_module
-        copies = {
-            name: each for name, each in vars(callback).items() if isinstance(each, Module) and each is not trained
-        }
-        return {name: each.state_dict() for name, each in copies.items()}
+        loop = self._trainer.fit_loop.epoch_loop
+        self._ready_at_begin = loop.batch_progress.current.ready
+        return {"stepped": loop._batches_that_stepped, **{name: p.state_dict() for name, p in self._parts().items()}}
 
     def _take(self, state: dict[str, Any]) -> None:
-        if not self._has_joined:
-            self._taken = state
-        elif state["place"] != self._counters():
-            raise ReplicaMismatchError(
-                f"replica {self._replicas.slot} was stopped for too long: the others are at "
-                f"{_described(state['place'])}, it is at {_described(self._counters())}, and a Trainer cannot jump "
-                "there. Start it again"
-            )
+        loop = self._trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        num_since = progress.current.ready - self._ready_at_begin  # microbatches, which the others have made, too
+        loop._batches_that_stepped = state["stepped"]
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        for counters in (progress.current, progress.total):
+            for name in vars(counters):
+                setattr(counters, name, getattr(counters, name) + num_since)
+        self._is_behind = True
 
-    def _counters(self) -> tuple[int, int, int]:
-        trainer = self._trainer
-        return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.global_step
+    def _callbacks_state(self) -> dict[str, Any]:
+        module = self._trainer.datamodule
+        return {
+            "states": {one.state_key: one.state_dict() for one in self._trainer.callbacks},
+            "averages": {
+                one.state_key: {name: each.state_dict() for name, each in self._averages(one).items()}
+                for one in self._trainer.callbacks
+            },
+            "datamodule": None if module is None else module.state_dict(),
+        }
 
-    # --- before a batch ----------------------------------------------------------------------------------------------
+    def _take_callbacks(self, state: dict[str, Any]) -> None:
+        for one in self._trainer.callbacks:
+            one.load_state_dict(state["states"][one.state_key])
+            for name, each in self._averages(one).items():
+                each.load_state_dict(state["averages"][one.state_key][name])
+        if state["datamodule"]:
+            self._trainer.datamodule.load_state_dict(state["datamodule"])
+
+    def _averages(self, callback: object) -> dict[str, Module]:
+        """Returns a callback's copies of the module, such as an average of its weights."""
+        trained = self._trainer.lightning_module
+        return {name: each for name, each in vars(callback).items() if isinstance(each, Module) and each is not trained}
+
+    # --- a batch -----------------------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """Meets the other replicas before a batch is fetched. Collective."""
-        if not self._has_joined:
+        """Goes to the place of the others before a batch is fetched, if this replica has come back in the last one."""
+        if not self._is_behind:
             return
-        replicas = self._replicas
-        replicas.epoch, replicas.batch, _ = self._counters()
-        meets = not replicas.is_in_window
-        replicas.begin_batch()
-        self._has_begun = True
-        if meets:
-            self._write_for_the_last_leader()
-        if replicas.should_stop:
+        self._is_behind = False
+        loop = self._trainer.fit_loop
+        num_batches = loop.epoch_loop.batch_progress.current.ready
+        if num_batches:  # otherwise an epoch begins
+            for loader in loop._combined_loader.flattened:
+                set_epoch(loader, self._trainer.current_epoch)
+            iter(loop._data_fetcher)
+            for _ in range(num_batches):
+                next(loop._data_fetcher)
+
+    def step(self, call: Callable[[], Any]) -> Any:
+        """Makes an optimizer step, and again with the same batch if replicas have dropped it."""
+        result = call()
+        if self._trainer is None:
+            return result
+        is_repeatable = self._trainer.lightning_module.automatic_optimization
+        while self._replicas.dropped and is_repeatable and self._trainer.accumulate_grad_batches == 1:
+            result = call()
+        if self._replicas.should_stop:
             self._trainer.should_stop = True
-            raise StopIteration
-
-    def _at_the_others_batch(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps a batch of training: a replica that came back goes to the others' batch before its first one."""
-
-        @functools.wraps(method)
-        def advance(data_fetcher: Any) -> None:
-            if self._taken is not None:
-                self._taken = None
-                # It is no restart for Lightning, which would leave out a validation and a plateau schedule's step.
-                self._trainer.fit_loop.restarting = False
-                self._drop_batches(data_fetcher)
-            method(data_fetcher)
-
-        return advance
-
-    def _drop_batches(self, data_fetcher: Any) -> None:
-        combined = self._trainer.fit_loop._combined_loader
-        assert combined is not None
-        are_stateful = [hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in combined.flattened]
-        if are_stateful and all(are_stateful):
-            return
-        if any(are_stateful):
-            raise ValueError("replicas=: either all training loaders can load their place, or none: use one kind")
-        iter(data_fetcher)  # workers may have read ahead before the sampler knew the epoch
-        for _ in range(self._replicas.batch):
-            next(data_fetcher)
+        return result
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _leaving_after(self, method: Callable[[], Any]) -> Callable[[], Any]:
-        """Wraps the fit: the others must not wait while callbacks save after an exception."""
-
-        @functools.wraps(method)
-        def run() -> Any:
-            try:
-                result = method()
-                self._meet_at_the_end()
-            except BaseException as error:
-                self.leave(error)
-                raise
-            return result
-
-        return run
-
-    def _meet_at_the_end(self) -> None:
-        if self._has_begun:
-            try:
-                self._replicas.begin_batch()
-            except CollectiveError as error:  # the training is complete
-                _log.warning("replica %d has ended without the others: %s", self._replicas.slot, error)
-            self._write_for_the_last_leader()
-        self._is_over = True
-        self._replicas.finish()
+    def finish(self) -> None:
+        """Ends a fit with the others."""
+        if self._trainer is not None:
+            self._replicas.finish()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leaves the other replicas. One that failed writes nothing any more, if there are others that go on."""
+        """Leaves the others, which go on."""
         if self._trainer is None:
             return
-        self._is_over = True
         if isinstance(error, SystemExit) and not error.code:
             error.code = 128 + signal.SIGTERM  # for 0, which is Lightning's, it would not be started again
-        if isinstance(error, Exception) and len(self._replicas.members) > 1:  # neither SIGTERM nor Ctrl-C
-            self._is_cut_off = True
         self._replicas.close()
 
     def remove(self) -> None:
-        """Puts Lightning's own methods back, and leaves the replicas if that has not been done."""
+        """Puts Lightning's own method back, and leaves the replicas if that has not been done."""
         self._replaced.remove()
         self.leave()
 
-    # --- decisions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _are_together(self) -> bool:
-        """Whether all replicas are between the first batch and the last one, and so make the same calls."""
-        return self._has_begun and not self._is_over
-
-    def decide(self, decision: bool, *, all: bool) -> bool:
-        """Returns whether all replicas decide so, or any. Collective, with one decision on all ranks."""
-        if not self._are_together:
-            return decision
-        votes = self._replicas.max_of_bytes(bytes([decision, not decision])) if self._trainer.global_rank == 0 else None
-        together = decision if votes is None else not votes[1] if all else bool(votes[0])
-        return bool(self._inside(together))
-
-    def from_leader(self, value: T, is_sender: bool) -> T:
-        """Returns the leader's value of what this rank is about to broadcast."""
-        if not is_sender or not self._are_together:
-            return value
-        data = pickle.dumps(value) if self._replicas.is_leader else b""
-        size = self._replicas.max_of_bytes(len(data).to_bytes(8, "big"))
-        received = None if size is None else self._replicas.max_of_bytes(data.ljust(int.from_bytes(size, "big"), b"\0"))
-        result: T = value if received is None else pickle.loads(received)
-        return result
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- files -------------------------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
         """Whether this replica is the one that writes files."""
-        return not self._has_joined or (self._replicas.is_leader and not self._is_cut_off)
+        return self._trainer is None or self._replicas.writes
 
     @property
     def is_first(self) -> bool:
-        """Whether rank 0 of this replica is rank 0 of all: before they have met each one is."""
+        """Whether rank 0 of this replica is rank 0 of all."""
         return self.writes or self._acts_alone
 
     @contextlib.contextmanager
@@ -331,49 +216,3 @@ class TrainerReplicas:
             yield
         finally:
             self._acts_alone = False
-
-    def saves(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
-        """Notes a checkpoint that the leader writes, and returns whether that is this replica."""
-        if self._has_joined:
-            if self._has_met_since:
-                self.saved = {}
-                self._has_met_since = False
-            self.saved[str(path)] = "optimizer_states" not in checkpoint
-        return self.writes
-
-    def note_removed(self, path: str | os.PathLike[str]) -> None:
-        """Notes that a checkpoint is not wanted any more: a new leader does not write it."""
-        self.saved.pop(str(path), None)
-
-    def _write_for_the_last_leader(self) -> None:
-        """Writes the last checkpoints if the leader ended before they were complete. Collective over this replica's
-        ranks."""
-        leads_now = self.writes and not self._led
-        self._led = self.writes
-        # A leader that came to a meeting has written them, or does so in the background.
-        had_met = self._has_met_since
-        self._has_met_since = True
-        if not leads_now:
-            return
-        saved = dict(self.saved)
-        for path, is_weights_only in saved.items():
-            # One of the same name may be an earlier one.
-            if not (had_met and self._inside(_exists(path))):
-                slot = self._replicas.slot
-                _log.warning("the leader ended before %s was complete: replica %d writes it", path, slot)
-                self._trainer.save_checkpoint(path, is_weights_only)
-        for one in self._trainer.checkpoint_callbacks:
-            last = getattr(one, "_last_checkpoint_saved", "")
-            if getattr(one, "save_last", None) == "link" and last in saved and not had_met:
-                one._link_checkpoint(self._trainer, last, one.last_model_path)
-
-
-def _exists(path: str) -> bool:
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    return bool(url_to_fs(path)[0].exists(path))
-
-
-def _described(counters: tuple[int, int, int]) -> str:
-    epoch, batch, step = counters
-    return f"batch {batch} of epoch {epoch} (step {step})"

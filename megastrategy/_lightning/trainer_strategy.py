@@ -35,6 +35,7 @@ from .._checkpoints.validation import check_module_state
 from .._faults.interfaces import add_way_out
 from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name, known_findings
 from .._faults.recovery import PATIENCE, ended_process, first_failure, join_setup, report_failure
+from .._replicas import Replicas
 from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     CollectiveError,
@@ -44,7 +45,6 @@ from ..core import (
     DistributedOptimizer,
     Engine,
     Event,
-    Replicas,
     adapt_scaler,
     announce_tokens,
     combine_listeners,
@@ -253,7 +253,7 @@ class TrainerStrategy(_Base):
         if not self._mesh.shares_model or trainer.state.fn == "fit":
             super().setup(trainer)
             self._signals = SignalAgreement(trainer, self._checked.call_check, self._sigterm_exception, self._replicas)
-            self._replicas.join(trainer, super().broadcast)
+            self._replicas.join(trainer)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -329,6 +329,13 @@ class TrainerStrategy(_Base):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replicas.step(functools.partial(super().optimizer_step, *args, **kwargs))
+
+    def on_train_end(self) -> None:
+        self._replicas.finish()
+        super().on_train_end()
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Shows the loss to the engine; in manual optimization no forward of the wrapper has prepared its backward."""
         module = self.lightning_module
@@ -396,7 +403,7 @@ class TrainerStrategy(_Base):
             value: T = values[src] if len(values) > 1 else obj
             return value
         self._checked.check("broadcast")
-        return super().broadcast(self._replicas.from_leader(obj, self.global_rank == src), src)
+        return super().broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         decisions = self._checked.gather_if_interrupted(decision)
@@ -406,7 +413,7 @@ class TrainerStrategy(_Base):
         vote = torch.tensor(int(decision), device=self.root_device)
         world = torch.distributed.group.WORLD
         votes = int(self.reduce(vote, world, torch.distributed.ReduceOp.SUM))
-        return self._replicas.decide(votes == self.world_size if all else votes > 0, all=all)
+        return votes == self.world_size if all else votes > 0
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over data-parallel and context ranks where no group is given: ranks that share a model have the same
@@ -510,7 +517,7 @@ class TrainerStrategy(_Base):
         After an exception on some rank the shards of the others may be out of reach. Then nothing is written, rather
         than half a state, and the reason is logged on every rank.
         """
-        if not self._replicas.saves(checkpoint, filepath) or self._checked.cannot_save(filepath):
+        if not self._replicas.writes or self._checked.cannot_save(filepath):
             return
         if self.state_dict_type == "sharded":
             refuse_storage_options(storage_options)
@@ -540,7 +547,6 @@ class TrainerStrategy(_Base):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""
-        self._replicas.note_removed(filepath)
         self._directory_saver.run_after_save(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:

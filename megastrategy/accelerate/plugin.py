@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from .._checkpoints.directories import check_state_dict_type
+from .._replicas import Replicas
 from ..core import (
     DistributedDataParallelConfig,
-    Replicas,
     check_expert_options,
     config_from_arguments,
     refuses_unknown_options,

@@ -15,7 +15,6 @@ from .checkpoint import (
 )
 from .collectives import (
     Collectives,
-    ReplicaLink,
     SingleRankCollectives,
     check_all_agree,
     gloo_group,
@@ -25,7 +24,7 @@ from .collectives import (
     subgroup,
 )
 from .config import DistributedDataParallelConfig, check_expert_options, field_names, refuses_unknown_options
-from .data_path import DeferredBatch, Engine, norms_over_owners, scale_to_norm_, total_grad_norm
+from .data_path import DeferredBatch, Engine, ReplicaHook, norms_over_owners, scale_to_norm_, total_grad_norm
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError, ReplicaMismatchError
@@ -58,11 +57,6 @@ from .states import gather_states, number_params, to_host
 from .torch_ddp_surface import config_from_arguments
 from .trials import KnownFindings
 
-
-class Replicas:
-    """Stands for replicas until they are on the data path."""
-
-
 __all__ = [
     "EXTRA_FILE",
     "MARKER",
@@ -90,9 +84,8 @@ __all__ = [
     "OpenDirectory",
     "ParamSpec",
     "RemoteDirectory",
-    "ReplicaLink",
+    "ReplicaHook",
     "ReplicaMismatchError",
-    "Replicas",
     "SingleRankCollectives",
     "StagedModule",
     "adapt_scaler",

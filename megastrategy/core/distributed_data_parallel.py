@@ -16,11 +16,12 @@ from torch.nn import Parameter
 
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .data_path import Engine, inside_backward, read_count, weigh
+from .data_path import Engine, ReplicaHook, inside_backward, read_count, weigh
 from .errors import raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
 from .module import GraphSplits, check_equal_weights, check_not_inside_torch_ddp, common_device
+from .optimizer import get_rank_state, layout_digest, load_rank_state, weights_digest
 from .torch_ddp_by_name import TorchDDPByName
 from .torch_ddp_surface import config_with, refuse_comm_hook
 
@@ -39,8 +40,8 @@ class DistributedDataParallel(TorchDDPByName):
         collectives: used instead of the group's own (for tests and measurements).
         expert_mesh: the data-parallel ranks in two named dimensions: ranks with the same experts, ranks with different
             ones. Experts are DTensors, ``Shard`` over the second.
-        replicas: other jobs that train the same model, and may end and come back: a :class:`megastrategy.Replicas`. The
-            module begins with the same weights in all of them.
+        replicas: other jobs that train the same model, and may end and come back: a :class:`megastrategy.Replicas`,
+            whose ``attach`` gets this object. The module begins with the same weights in all of them.
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: the option by which this object's user selects an all-reduce, for error messages.
         torch_options: torch DDP's arguments, instead of ``config``: ``find_unused_parameters``,
@@ -92,8 +93,6 @@ class DistributedDataParallel(TorchDDPByName):
         # and sentence-transformers' cached losses read, or set.
         self.require_forward_param_sync = True
         self.static_graph = self.ddp_config.static_graph
-        if replicas is not None:
-            raise NotImplementedError("the data path has no replicas yet")
         self._engine: Engine | None = Engine(
             self,
             self.ddp_config,
@@ -105,6 +104,8 @@ class DistributedDataParallel(TorchDDPByName):
             expert_mesh=expert_mesh,
         )
         self.device = self._engine.device
+        if replicas is not None:
+            replicas.attach(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
@@ -350,6 +351,35 @@ class DistributedDataParallel(TorchDDPByName):
         engine = self.engine
         engine.collectives.wait_for_device(engine.device, "all-gather")
         check_equal_weights(engine.named_params(), engine.local_parts, engine.model_parallel, engine.collectives)
+
+    def set_replica_hook(self, hook: ReplicaHook) -> None:
+        """Calls ``hook`` for each reduced shard, before it is final, as FSDP2's ``set_all_reduce_hook`` does.
+
+        Raises:
+            ValueError: after the first backward, and for a pipeline.
+        """
+        self.engine.reducer.set_replica_hook(hook)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Returns this rank's part of weights and optimizers, for the same rank of another replica, and nothing of
+        other ranks. Tensors are not copied: until they are sent, no optimizer steps."""
+        return get_rank_state(self.engine)
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads the state that the same rank of another replica has returned. Collective.
+
+        Raises:
+            LayoutMismatchError: if it is of another model, before anything is changed.
+        """
+        load_rank_state(self.engine, state)
+
+    def layout_digest(self) -> str:
+        """Returns a digest of this rank's layout and options: replicas with one digest reduce the same shards."""
+        return layout_digest(self.engine)
+
+    def weights_digest(self) -> str:
+        """Returns a digest of this rank's weights, frozen ones too."""
+        return weights_digest(self.engine)
 
     def check_open(self) -> None:
         """Raises ClosedError after :meth:`close`, and in a copy."""

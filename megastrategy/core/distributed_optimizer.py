@@ -205,7 +205,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return plain.step(*args, **kwargs)
         impl = self._impl
         arguments = StepArguments(args, kwargs)
-        if not impl.has_runs:
+        reducer = impl.engine.reducer
+        if not impl.has_runs and reducer.replicas is None:
             return impl.step_params(arguments)
         others = arguments.without_closure()
         if others and impl.is_sharded:
@@ -220,6 +221,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if reducer.drops_step:
+            return result
+        if not impl.has_runs:
+            impl.step_params(others)
+            return result
         reason = impl.try_options()
         if reason is not None:
             raise not_shardable(impl.inner, impl.engine, reason)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from .._replicas import describe_timeouts, has_met, start_lighthouse
+from .._replicas import has_met, start_lighthouse
 
 _POLL_S = 0.1
 _END_S = 30.0
@@ -80,12 +80,10 @@ def run_replicas(
     Raises:
         ReplicasError: if no replica has come to the end.
     """
-    log(describe_timeouts(heartbeat_s, skew_s, patience_s))
     lighthouse = start_lighthouse("[::]:0", heartbeat_s=heartbeat_s, skew_s=skew_s)
     environment = os.environ | {
         "TORCHFT_LIGHTHOUSE": lighthouse.address(),
         "NUM_REPLICA_GROUPS": str(of),
-        "MEGASTRATEGY_HEARTBEAT_S": str(heartbeat_s),
         "MEGASTRATEGY_SKEW_S": str(skew_s),
         "MEGASTRATEGY_PATIENCE_S": str(patience_s),
     }

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.optimizer.shard_set import ShardSet
+from megastrategy.core.shards import param_shard
+from megastrategy.core.sync.launched_buckets import LaunchedBuckets
+
 from megastrategy.core.config import field_names
 from megastrategy.core.data_path.engine import Engine
 from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.optimizer import main_param_buffer
-from megastrategy.core.optimizer.shard_set import ShardSet
-from megastrategy.core.shards import param_shard
-from megastrategy.core.sync.launched_buckets import LaunchedBuckets
 
 from ..support.patience import HANG_S
 from .cases import Case

@@ -2,7 +2,7 @@
 
 ``interface`` is the class that the engine uses; ``backend`` (NCCL and others), ``gloo`` (with ``gloo_rings``, in a
 ``worker``), ``single_rank``, ``instanced`` (several instances of the
-optimizer) and ``fake`` (for a rank without peers) implement it. ``replica_link`` is the class that connects replicas.
+optimizer) and ``fake`` (for a rank without peers) implement it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .process_groups import (
     world_group,
 )
 from .rank_check import CALL_ON_EVERY_RANK, RankCheck
-from .replica_link import ReplicaLink
 from .single_rank import SingleRankCollectives
+from .worker import Worker
 
 __all__ = [
     "CALL_ON_EVERY_RANK",
     "Collectives",
     "Handle",
     "Handles",
-    "ReplicaLink",
     "SingleRankCollectives",
+    "Worker",
     "bytes_of",
     "check_all_agree",
     "close_when_collected",

@@ -6,6 +6,7 @@ from .memory import Memory
 from .norms import check_finite, norms_over_owners, scale_to_norm_, total_grad_norm, unscale_grads_
 from .preparation import DeferredBatch
 from .reduced_grad import ReducedGrad, inside_backward
+from .replica_hook import ReplicaHook
 from .tokens import read_count, weigh
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Engine",
     "Memory",
     "ReducedGrad",
+    "ReplicaHook",
     "State",
     "check_finite",
     "inside_backward",

@@ -36,6 +36,7 @@ from ..module import LocalParts
 from .memory import Memory
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, RepresentedGrad
+from .replica_hook import HookQueue
 
 get_grad = operator.attrgetter("grad")
 requires_grad = operator.attrgetter("requires_grad")
@@ -96,6 +97,7 @@ class Bucket:
         mean: float,
         all_reduce_option: str,
         listener: Listener | None,
+        replicas: HookQueue | None,
     ) -> None:
         layout = memory.layout
         self.plan = plan
@@ -119,6 +121,7 @@ class Bucket:
         self._mean = mean
         self._repeat_factor = plan.domain.repeat_factor
         self._listener = listener
+        self._replicas = replicas
         buffer = layout.buffers[plan.buffer]
         self._wire_dtype = buffer.grad_wire_dtype
         self._has_separate_sums = buffer.has_separate_sums
@@ -316,6 +319,12 @@ class Bucket:
             self._work = self._ranks.reduce_scatter(self.grads, self._mean)
         else:
             self._work = self._ranks.all_reduce(self.grads, self._mean)
+        self._end_launch()
+
+    def _end_launch(self) -> None:
+        if self._replicas is not None and self._work is not None:
+            shard = self.shard if self._has_separate_sums else self.reduced
+            self._work = self._replicas.start(shard, self._work)
         self.state = State.IN_FLIGHT
 
     def wait(self) -> None:

@@ -113,7 +113,7 @@ class PooledBucket(Bucket):
             self._handles.append(self._ranks.reduce_scatter_into(sums, staged, self._mean))
             self._pool.add(self._handles[-1])
         self._work = Handles(self._handles)
-        self.state = State.IN_FLIGHT
+        self._end_launch()
 
     def _fill(self, staged: Tensor, piece: _Piece) -> None:
         empty = []

@@ -73,6 +73,7 @@ from .plan import plan_as_seen
 from .pooled import PooledBucket
 from .preparation import DeferredBatch, Preparation, backward_starts
 from .reduced_grad import NO_GRAPH_TASK, ReducedGrad, inside_backward, inside_node, late_grad
+from .replica_hook import HookQueue, ReplicaHook
 from .tokens import TOO_LATE, TokenWindow
 
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -109,6 +110,8 @@ class Reducer:
         num_steps: the steps so far of all optimizers.
         shown: every ``.grad`` when the last reduction ended, in launch order; the same object while they stay.
         tokens: the window of losses that are weighed by tokens.
+        replicas: calls the hook of other replicas; None without.
+        drops_step: whether replicas have dropped the last batch, which no optimizer steps.
     """
 
     def __init__(
@@ -141,6 +144,8 @@ class Reducer:
         self._ordered: list[Parameter] = []  # in launch order
         self._required = b""  # a byte for each of them: requires_grad when the last backward began
         self.tokens = TokenWindow(params)
+        self.replicas: HookQueue | None = None
+        self.drops_step = False
         self._parts = parts
         self._model = model
         self._config = config
@@ -237,7 +242,20 @@ class Reducer:
             1.0 / self._ranks.size,
             self._all_reduce_option,
             self._listener,
+            self.replicas,
         )
+
+    def set_replica_hook(self, hook: ReplicaHook) -> None:
+        """Calls ``hook`` from now on.
+
+        Raises:
+            ValueError: if there is a plan: the buckets of replicas are in the order of registration.
+        """
+        if self.memory is not None or self.replicas is not None:
+            raise ValueError("set_replica_hook(): call it once, before the first backward of the wrapped model")
+        if any(group.state is not None for group in self._model.groups):
+            raise ValueError("set_replica_hook(): a pipeline's stages are not supported with replicas")
+        self.replicas = HookQueue(hook, self._device)
 
     @property
     def _bucket_class(self) -> type[Bucket]:
@@ -305,6 +323,8 @@ class Reducer:
     def before_forward(self) -> None:
         """Called before a forward that trains."""
         self.recover()
+        if self.replicas is not None:
+            self.replicas.hook.begin()
         self._accumulators.update_stream()
 
     def after_forward(self, outputs: Any, *, syncs: bool) -> None:
@@ -613,6 +633,19 @@ class Reducer:
             LossTokensError: if only some losses were counted by tokens.
             LayoutMismatchError: if the ranks have stepped with different options.
         """
+        try:
+            self._finish()
+        except _REFUSALS:
+            if self.replicas is not None:
+                self.replicas.hook.commit(is_refused=True)
+            raise
+        if self.replicas is not None and self._ends_window:
+            self.drops_step = not self.replicas.hook.commit(is_refused=False)
+            grads = [grad for bucket in self.buckets for grad in bucket.final_grads()] if self.drops_step else []
+            if grads:  # a sum that has failed may have left anything
+                torch._foreach_zero_(grads)
+
+    def _finish(self) -> None:
         self._is_unreduced = False
         if self.memory is None:
             self._make_plan()
@@ -622,7 +655,7 @@ class Reducer:
         try:
             with profiler_range("wait for gradients"):
                 try:
-                    agreed = self._agree()
+                    agreed = self._with_replicas(self._agree())
                 except MegastrategyError:
                     # The ranks with copies wait for this one, and learn of the error afterwards.
                     self._share_copies(bytes(len(self.params)))
@@ -661,7 +694,7 @@ class Reducer:
     def _finish_window(self, *, is_counted: bool) -> None:
         if is_counted:
             try:
-                self.tokens.finish(self.buckets, self._ranks, self._model.tensor_ranks, self.num_steps)
+                self.tokens.finish(self.buckets, self._ranks, self._model.tensor_ranks, self.replicas, self.num_steps)
             except LossTokensError:
                 self.drop()
                 raise
@@ -720,6 +753,22 @@ class Reducer:
             self._static_used = agreed.used
         return agreed
 
+    def _with_replicas(self, agreed: Agreement) -> Agreement:
+        """Returns the facts of all replicas together."""
+        if self.replicas is None:
+            return agreed
+        flags = self.replicas.any_of(agreed.used + agreed.late + bytes(agreed.counting))
+        is_counted, is_uncounted = map(bool, flags[-2:])
+        if is_counted and is_uncounted:
+            for bucket in self.buckets:
+                bucket.wait()
+            self.drop()
+            raise LossTokensError("losses are counted by tokens in some replicas only: count them in all, or in none")
+        num_used = len(agreed.used)
+        return dataclasses.replace(
+            agreed, used=flags[:num_used], late=flags[num_used:-2], counting=(is_counted, is_uncounted)
+        )
+
     def _check_promises(self) -> None:
         """Raises UnusedParameterError if parameters were used against the promises of the configuration."""
         missing = b"".join(
@@ -763,6 +812,9 @@ class Reducer:
 
     def _make_plan(self) -> None:
         """Makes the plan in the order seen. Collective."""
+        if self.replicas is not None:  # they may see another order, and one that comes back has seen none
+            self._set_plan(self.layout)
+            return
         self._set_plan(plan_as_seen(self.layout, self._config, self._ranks, self._model, self._arrivals))
 
     def _set_plan(self, layout: BufferLayout) -> None:
@@ -864,6 +916,8 @@ class Reducer:
         ``keeps_grads``: full gradients in the parameter's dtype stay, as when torch DDP's wrapper is dropped.
         """
         self.remove_hooks()
+        if self.replicas is not None:
+            self.replicas.stop()
         self._main_grads.close()
         self._swap_guards.clear()
         self._accumulators.drop()

@@ -34,6 +34,7 @@ from torch.nn import Parameter
 from ..collectives import Collectives, is_same_on_all_ranks
 from ..errors import LossTokensError
 from .bucket import Bucket, get_grad
+from .replica_hook import HookQueue
 
 _SUMS = struct.Struct("<dI")
 """The sum of a rank's weights, and the number of its losses."""
@@ -177,15 +178,25 @@ class TokenWindow:
     # --- reduced gradients --------------------------------------------------------------------------------------------
 
     def finish(
-        self, buckets: Sequence[Bucket], ranks: Collectives, tensor_ranks: Collectives | None, num_steps: int
+        self,
+        buckets: Sequence[Bucket],
+        ranks: Collectives,
+        tensor_ranks: Collectives | None,
+        replicas: HookQueue | None,
+        num_steps: int,
     ) -> None:
-        """Corrects reduced gradients to the mean over tokens of all ranks. Collective.
+        """Corrects reduced gradients to the mean over tokens of all ranks and replicas. Collective.
 
         Raises:
             LossTokensError: on all ranks, if ``tensor_ranks`` counted different tokens: replicated parameters would get
                 different weights on each of them.
         """
+        weights: float
+        num_losses: float
         weights, num_losses = self._sums(ranks, tensor_ranks)
+        if replicas is not None:  # a replica that comes back has another unit, and contributes nothing
+            unit = self.unit if self.open_unit is None else self.open_unit
+            weights, num_losses, self.open_unit = replicas.means_of((weights, num_losses, unit))
         self._correct(buckets, weights, num_losses)
         self.end_window(num_steps)
 
@@ -219,7 +230,7 @@ class TokenWindow:
             self._correct(buckets, self._weights, self._num_losses)
             self.end_window(num_steps)
 
-    def _correct(self, buckets: Sequence[Bucket], weights: float, num_losses: int) -> None:
+    def _correct(self, buckets: Sequence[Bucket], weights: float, num_losses: float) -> None:
         unit = self.unit if self.open_unit is None else self.open_unit
         self._weights = 0.0
         self._num_losses = 0

@@ -6,6 +6,7 @@ from .grad_scaler import GradScaler, adapt_scaler
 from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
 from .optimizer_checks import check_optimizer, not_shardable
+from .rank_state import get_rank_state, layout_digest, load_rank_state, weights_digest
 from .sharded_optimizer import ShardedOptimizer
 from .state import MAIN_PARAM, LocalState, Parts
 from .state_hooks import load_with_hooks, save_with_hooks
@@ -24,11 +25,15 @@ __all__ = [
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",
+    "get_rank_state",
     "join_norm",
+    "layout_digest",
+    "load_rank_state",
     "load_with_hooks",
     "may_see_shards",
     "not_shardable",
     "save_with_hooks",
     "take_back",
     "unguarded_state",
+    "weights_digest",
 ]

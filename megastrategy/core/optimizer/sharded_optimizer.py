@@ -341,6 +341,8 @@ class ShardedOptimizer:
     def step(self, arguments: StepArguments) -> None:
         """Steps this rank's runs; ``arguments``: of the user's ``step``, without the closure."""
         self.finish_grads()
+        if self.engine.reducer.drops_step:
+            return
         if has_user_hooks(self.inner):
             with self.calls_allowed(), innermost_call(self.inner, self._watched_step):
                 arguments.call(self.inner.step)
@@ -502,6 +504,17 @@ class ShardedOptimizer:
         with self.in_groups(groups), self.calls_allowed():
             yield
 
+    @contextlib.contextmanager
+    def runs_changed(self) -> Iterator[None]:
+        """Gathers the weights of all runs, which are changed while this is open. Collective."""
+        self._wait_for_weights()
+        self.prepare()
+        yield
+        for main_params in self._main_params:
+            main_params.round()
+        if self.is_sharded:
+            self.gather_all()
+
     def gather_all(self) -> None:
         """Gathers all weights after they were changed without a step. Collective."""
         gather = self.engine.gather
@@ -627,6 +640,11 @@ class ShardedOptimizer:
             raise AssertionError("a held range is in one shard")
 
         return read
+
+    def group_of(self, index: int) -> dict[str, Any]:
+        """Returns the group of a parameter of the layout."""
+        self._update_groups()
+        return self.inner.param_groups[self._group_of[index]]
 
     def is_flat(self, index: int) -> bool:
         """Whether each rank steps a part of the parameter."""

@@ -98,7 +98,7 @@ def put_local(optimizer: ShardedOptimizer, named: LocalState) -> None:
     direct: dict[Tensor, Values] = {}
     loaded: dict[Tensor, Values] = {}
     for run in optimizer.runs:
-        values = {key: _join(run, key, named, optimizer) for key in named.get(run.members[0].param, {})}
+        values = {key: join(run, key, named, optimizer) for key in named.get(run.members[0].param, {})}
         main = values.pop(MAIN_PARAM, None)
         if main is not None and run.weights is not None:
             run.main.copy_(main if main.shape == run.main.shape else main.view_as(run.main))
@@ -154,7 +154,7 @@ def _divide_runs(optimizer: ShardedOptimizer, shared: Mapping[int, Any]) -> None
         optimizer.set_runs(runs)
 
 
-def _join(run: Run, key: str, named: LocalState, optimizer: ShardedOptimizer) -> Any:
+def join(run: Run, key: str, named: LocalState, optimizer: ShardedOptimizer) -> Any:
     first = named[run.members[0].param][key]
     if not isinstance(first, Parts):
         return first
@@ -577,7 +577,7 @@ def load_main_params(optimizer: ShardedOptimizer, main_params: Mapping[str, Tens
         )
     for run in optimizer.runs:
         if run.has_main_param and all(member.param in local for member in run.members):
-            main = _join(run, MAIN_PARAM, local, optimizer)
+            main = join(run, MAIN_PARAM, local, optimizer)
             run.main.copy_(main.view_as(run.main))
 
 

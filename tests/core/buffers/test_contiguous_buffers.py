@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from tests.support.data_path import NEW
 from tests.support.ranks import run_ranks
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 

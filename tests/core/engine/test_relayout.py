@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.engine.relayout import relayout
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
-from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
 from megastrategy.core.layout.build import build_layout

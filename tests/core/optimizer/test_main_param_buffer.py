@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-
 from megastrategy.core.optimizer.main_param_buffer import MainParamBuffer
 from megastrategy.core.shards.param_shard import take_outside_changes
+from torch import Tensor
+
 from tests.support.budgets import work_as_on_an_accelerator
 
 SHAPES = [(3, 5), (8,), (1,), (4, 2, 3, 3), (), (0, 4), (16, 8)]

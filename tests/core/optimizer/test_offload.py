@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megastrategy.core.shards import offload, state_storage
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,7 +22,6 @@ from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError, OptimizerNotShardableError
 from megastrategy.core.layout.memory import describe_setup, memory_use
-from megastrategy.core.shards import offload, state_storage
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, trained

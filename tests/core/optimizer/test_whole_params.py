@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megastrategy.core.engine.relayout import relayout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec

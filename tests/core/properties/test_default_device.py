@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.engine.relayout import relayout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
-from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.layout.build import build_layout
 from megastrategy.data import ResumableSampler
 from tests.support.directories import saving_among_threads

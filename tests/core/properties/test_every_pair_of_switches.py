@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.core.data_path.reduced_grad import ReducedGrad
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.collectives.worker import Worker
 from megastrategy.core.config import field_names
+from megastrategy.core.data_path.reduced_grad import ReducedGrad
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import build

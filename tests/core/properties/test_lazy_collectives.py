@@ -9,16 +9,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from megastrategy.core.buffers import GradBuffers
+from megastrategy.core.sync.launched_buckets import LaunchedBuckets
+from megastrategy.core.sync.param_gather import ParamGather
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.buffers import GradBuffers
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
 from megastrategy.core.layout.layout import Spans
-from megastrategy.core.sync.launched_buckets import LaunchedBuckets
-from megastrategy.core.sync.param_gather import ParamGather
 from tests.support.chosen_collectives import Choice, choosing
 from tests.support.engines import engines
 from tests.support.in_flight import MAIN, InFlightGuard, Streams

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.shards import offload
+from megastrategy.core.shards.offload import Offload
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megastrategy.core.shards import offload
-from megastrategy.core.shards.offload import Offload
 from tests.support.lazy_device import LazyDevice
 
 HOST = torch.device("cpu")

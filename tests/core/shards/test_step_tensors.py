@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.shards.flat_run import CACHE_BLOCK_NUMEL
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.shards.flat_run import CACHE_BLOCK_NUMEL
 from tests.support.data_path import NEW
 from tests.support.many_params import (
     ALL,

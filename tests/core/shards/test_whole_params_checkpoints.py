@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from megastrategy.core.shards.param_shard import ParamShard
+from megastrategy.core.shards.saved_state import cut_value
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedOptimizer
 from megastrategy.core.layout.layout import ParamSpec
-from megastrategy.core.shards.param_shard import ParamShard
-from megastrategy.core.shards.saved_state import cut_value
 from tests.support import optimizers
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks

@@ -1,0 +1,94 @@
+"""The hook through which other jobs that train the same model join in: each reduced shard, before it is final.
+
+FSDP2 has the same hook (``FSDPModule.set_all_reduce_hook``), and torchft is used through it there. The hook may also
+compress, or average only now and then, as DiLoCo does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..collectives import Handle, Worker
+
+
+class ReplicaHook(Protocol):
+    """Connects each rank to the rank of the same number in other jobs, called replicas.
+
+    Every replica makes the same calls in the same order.
+    """
+
+    def begin(self) -> None:
+        """Called before each forward that trains. A batch begins with the first one after :meth:`commit`."""
+
+    def reduce(self, shard: Tensor) -> None:
+        """Replaces a reduced shard, on its device, by the mean over replicas. Called by a thread and, on a device, on a
+        stream of its own, while backward goes on."""
+
+    def any_of(self, flags: bytes) -> bytes:
+        """Returns for each flag whether it is set in any replica. Called by the same thread."""
+
+    def commit(self, *, is_refused: bool) -> bool:
+        """Called when all gradients of a batch are reduced. Returns whether optimizers step; otherwise the batch is
+        dropped. ``is_refused``: this replica has dropped it, and raises an error when the hook has returned."""
+
+
+class HookQueue:
+    """Calls the hook's methods in order, each shard's when it is reduced inside the replica."""
+
+    def __init__(self, hook: ReplicaHook, device: torch.device) -> None:
+        self.hook = hook
+        self._device = device
+        self._worker = Worker()
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._stream = torch.get_device_module(device).Stream(device)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = torch.get_device_module(self._device).stream(self._stream)
+        return context
+
+    def start(self, shard: Tensor, inside: Handle) -> Handle:
+        """Returns the reduction of ``shard`` inside this replica, and then over all."""
+
+        def run() -> None:
+            with self._on_stream():  # waits for this bucket only, not for the backward that is queued
+                inside.wait()
+                self.hook.reduce(shard)
+
+        return _Hooked(self._worker.submit(run), inside, self._stream)
+
+    def any_of(self, flags: bytes) -> bytes:
+        """Calls the hook's method of this name, after all shards."""
+        results: list[bytes] = []
+        self._worker.submit(lambda: results.append(self.hook.any_of(flags))).result()
+        return results[0]
+
+    def means_of(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the means over replicas."""
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._worker.submit(lambda: self.hook.reduce(tensor)).result()
+        return tensor.tolist()
+
+    def stop(self) -> None:
+        """Ends the thread after the queued calls."""
+        self._worker.stop()
+
+
+class _Hooked(Handle):
+    def __init__(self, future: Any, inside: Handle, stream: Any) -> None:
+        self._future = future
+        self._inside = inside
+        self._stream = stream
+
+    def wait(self) -> None:
+        self.ran_ns = self._future.result()
+        self._inside.wait()
+        if self._stream is not None:
+            torch.get_device_module(self._stream.device).current_stream().wait_stream(self._stream)
