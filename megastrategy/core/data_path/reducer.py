@@ -35,6 +35,7 @@ and the collectives of the others fail.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import operator
 import weakref
