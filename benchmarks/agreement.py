@@ -24,10 +24,10 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
 from megastrategy import DistributedDataParallelConfig
 from megastrategy._lightning.checked_collectives import compare_calls
 from megastrategy.core.collectives import Collectives, GlooCollectives
+from megastrategy.core.data_path.agreement import Agreement
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.module.module_checks import agree_on_layout
-from megastrategy.core.sync.agreement import Agreement
 
 NUM_PARAMS = 300
 """The model's parameters: a byte each is sent after a backward."""
@@ -89,8 +89,15 @@ def before_a_batch(collectives: Collectives) -> None:
 
 def after_a_backward(collectives: Collectives) -> None:
     """Which gradients there are, the microbatch, whether any is not finite."""
-    own = Agreement([True] * NUM_PARAMS, [False], 7, False, False, (False, True))
-    own.over_ranks(collectives, None)
+    facts = Agreement(
+        used=bytes([1] * NUM_PARAMS),
+        late=bytes(1),
+        has_failed=False,
+        has_nonfinite=False,
+        counting=(False, True),
+        microbatch=7,
+    )
+    facts.over_ranks(collectives, None)
 
 
 def when_wrapped(collectives: Collectives) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
-from megastrategy.core.optimizer.shard_set import ShardSet
-from megastrategy.core.shards import param_shard
-from megastrategy.core.sync.launched_buckets import LaunchedBuckets
 
 from megastrategy.core.config import field_names
+from megastrategy.core.data_path.bucket import Bucket, State
 from megastrategy.core.data_path.engine import Engine
 from megastrategy.core.layout.layout import BufferLayout
-from megastrategy.core.optimizer import main_param_buffer
+from megastrategy.core.optimizer import sharded_optimizer
+from megastrategy.core.optimizer.runs import MainParams, group_members
 
 from ..support.patience import HANG_S
 from .cases import Case
@@ -31,19 +28,14 @@ def test_six_seconds_of_random_programs() -> None:
 
 
 def no_wait_for_reductions(patch: pytest.MonkeyPatch) -> None:
-    wait = LaunchedBuckets.wait
+    def planted(self: Bucket) -> None:
+        self.state = State.REDUCED
 
-    def planted(self: LaunchedBuckets) -> Iterator[int]:
-        for handle in self._handles:
-            patch.setattr(handle, "wait", lambda: None, raising=False)
-        return wait(self)
-
-    patch.setattr(LaunchedBuckets, "wait", planted)
+    patch.setattr(Bucket, "wait", planted)
 
 
 def main_params_that_stay_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    for users in (param_shard, main_param_buffer):
-        patch.setattr(users, "take_outside_changes", lambda main, weights, dtype: None)
+    patch.setattr(MainParams, "take_outside_changes", lambda self: None)
 
 
 def padding_that_takes_an_element(patch: pytest.MonkeyPatch) -> None:
@@ -65,12 +57,14 @@ def module_buffers_that_autograd_sees_written(patch: pytest.MonkeyPatch) -> None
 
 
 def moved_views_that_come_back_as_they_were(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ContiguousGradBuffers, "_bring_moved_back", lambda self: None)
+    patch.setattr(Bucket, "_take_back_moved", lambda self: None)
 
 
-def listed_parameters_that_are_stepped_once(patch: pytest.MonkeyPatch) -> None:
-    times_listed = ShardSet.times_listed
-    patch.setattr(ShardSet, "times_listed", lambda self: collections.Counter(set(times_listed(self))))
+def counters_that_joined_parameters_share(patch: pytest.MonkeyPatch) -> None:
+    def planted(members: Any, key: Any) -> Any:
+        return [list(members)] if all(map(key, members)) else group_members(members, key)
+
+    patch.setattr(sharded_optimizer, "group_members", planted)
 
 
 def _fails(test: Callable[[], None]) -> bool:
@@ -87,7 +81,7 @@ PLANTS = [
     padding_that_takes_an_element,
     module_buffers_that_autograd_sees_written,
     moved_views_that_come_back_as_they_were,
-    listed_parameters_that_are_stepped_once,
+    counters_that_joined_parameters_share,
 ]
 
 

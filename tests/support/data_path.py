@@ -15,6 +15,13 @@ def buffers_of(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     return memory.weights.flats, memory.grads
 
 
+def memory_of(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the flat tensors of weights, none without shards, and those of gradients and their sums."""
+    memory = model.engine.reducer.memory
+    weights = [] if memory.weights is None else memory.weights.flats
+    return weights, [*memory.grads, *(sums for sums in memory.sums if sums is not None)]
+
+
 def grads_of(model: Any) -> list[Tensor]:
     """Returns the flat tensors of a model's gradients."""
     flats: list[Tensor] = model.engine.reducer.memory.grads
@@ -23,11 +30,15 @@ def grads_of(model: Any) -> list[Tensor]:
 
 def owners_of(model: Any) -> Owners:
     """Returns the owners of the parameters that a model's optimizers step whole."""
-    engine = model.engine
     rank_of: dict[int, int] = {}
-    for optimizer in engine.optimizers:
+    for optimizer in model.engine.optimizers:
         rank_of |= optimizer().owners()
-    return Owners(engine.layout, rank_of)
+    return Owners(model.engine.layout, rank_of)
+
+
+def stepped(optimizer: Any) -> list[Tensor]:
+    """Returns the tensors that a wrapped optimizer steps on this rank."""
+    return [run.main for run in optimizer._impl.runs]
 
 
 def main_params_of(optimizer: Any) -> dict[int, Tensor]:
@@ -40,6 +51,8 @@ def main_params_of(optimizer: Any) -> dict[int, Tensor]:
 
 def kept_numel(optimizer: Any) -> int:
     """Returns the number of numbers in the state on this rank, without counters and the padding between parameters."""
+    if not optimizer._impl.has_runs:
+        return sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.dim() > 0)
     total = 0
     for run in optimizer._impl.runs:
         numel = sum(member.end - member.start for member in run.members)

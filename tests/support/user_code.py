@@ -425,7 +425,7 @@ def call_functionally_with_gradients(site: Site) -> Tensor:
     return 0 * loss.detach()
 
 
-@row("before backward", "after step", forwards=True)
+@row("after step", forwards=True)
 def forward_that_fails(site: Site) -> None:
     for module in (site.module, site.model):
         try:

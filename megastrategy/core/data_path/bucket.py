@@ -32,6 +32,7 @@ from torch.nn import Parameter
 from ..collectives import Collectives, Handle
 from ..events import EventKind, Listener, emit
 from ..layout import Bucket as BucketPlan
+from ..layout import ParamSpec
 from ..module import LocalParts
 from .memory import Memory
 from .nonfinite import FiniteCheck
@@ -51,6 +52,14 @@ NEVER = -1
 def set_grads(params: Sequence[Parameter], grads: Iterable[Tensor | None]) -> None:
     """Sets ``.grad`` of each parameter, in one loop in C."""
     collections.deque(map(_set_grad, params, grads), maxlen=0)
+
+
+def widen_grads(params: Sequence[Parameter], specs: Sequence[ParamSpec]) -> None:
+    """Converts gradients that are not in a buffer to their dtype there: a sum of microbatches in 16 bits would
+    round."""
+    for param, spec in zip(params, specs, strict=True):
+        if param.grad is not None and param.grad.dtype != spec.grad_dtype:
+            param.grad = param.grad.to(spec.grad_dtype)
 
 
 class State(enum.Enum):
@@ -135,6 +144,7 @@ class Bucket:
         self._has_views = False  # whether a ``.grad`` may be a view of the buffer
         self._carry: Tensor | None = None  # reduced gradients that the next reduction adds to
         self._work: Handle | None = None
+        self._sent: Tensor | None = None  # gradients in the dtype of the wire, until they are reduced
         self._gaps: list[Tensor] | None = None  # of the shard, between parameters
         self._published = self._faces  # the values of ``.grad`` when it is reduced
         if self.is_sharded:
@@ -313,8 +323,8 @@ class Bucket:
         emit(self._listener, EventKind.REDUCE_START, self.plan.index)
         if self._has_separate_sums:
             self.shard.zero_()
-            sent = self.grads.to(self._wire_dtype)
-            self._work = self._ranks.reduce_scatter_into(self.shard, sent, self._mean)
+            self._sent = self.grads.to(self._wire_dtype)
+            self._work = self._ranks.reduce_scatter_into(self.shard, self._sent, self._mean)
         elif self.is_sharded:
             self._work = self._ranks.reduce_scatter(self.grads, self._mean)
         else:
@@ -333,6 +343,7 @@ class Bucket:
         assert work is not None, "launched"
         self._work = None
         work.wait()
+        self._sent = None
         if self._has_separate_sums and self._carry is not None:
             self.shard.add_(self._carry)
             self._carry = None
@@ -375,6 +386,7 @@ class Bucket:
         if self.is_sharded:
             self._clear_stand_ins()
         self.waiting.clear()
+        self.missing = set(self.awaited)
         self.state = State.OPEN
         self.is_late = False
         self.has_unprepared = False

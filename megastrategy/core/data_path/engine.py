@@ -287,6 +287,8 @@ class Engine:
             self.watch.update(self.params)
         if any(param.requires_grad for param in self.watch.frozen):
             self.include_trainable()
+        if self.is_sharded and self.reducer.memory is None:  # they move when the plan is made
+            check_memory_is_own(self.module, self.params, self.local_parts, self.all_reduce_option)
 
     def include_trainable(self) -> None:
         """Adds parameters that require gradients now and did not before; collective if there are any.
@@ -428,17 +430,16 @@ class Engine:
         without one. Collective with reduce-scatter."""
         norms = zero_norms((len(self.params),), self.device)
         local = norms.clone()
-        for bucket in self.reducer.buckets:
-            for place, index in enumerate(bucket.plan.params):
-                grad = bucket.params[place].grad
-                if isinstance(grad, ReducedGrad):
-                    owned = bucket.owned(place)
-                    if owned is not None:
-                        norms[index] = total_grad_norm([owned[1]], norm_type, None, self.device)
-                elif grad is not None:
-                    part = self.local_parts.local_grad(bucket.params[place])
-                    assert part is not None, "grad is not None"
-                    local[index] = total_grad_norm([part], norm_type, None, self.device)
+        for index, param in enumerate(self.params):
+            if isinstance(param.grad, ReducedGrad):
+                bucket = self.reducer.buckets[self.layout.slots[index].bucket]
+                owned = bucket.owned(bucket.plan.params.index(index))
+                if owned is not None:
+                    norms[index] = total_grad_norm([owned[1]], norm_type, None, self.device)
+            elif param.grad is not None:
+                part = self.local_parts.local_grad(param)
+                assert part is not None, "grad is not None"
+                local[index] = total_grad_norm([part], norm_type, None, self.device)
         if self.is_sharded:
             norms = norms_over_owners(norms, norm_type, self.shard_collectives)
         norms = torch.maximum(norms, local)
@@ -528,7 +529,7 @@ class Engine:
 
     def use_for_checkpoints(self, collectives: Collectives) -> None:
         """Uses other collectives for gathering checkpoints from now on, after an exception has left these unusable."""
-        self.collectives.abort()
+        self.reducer.abort_unfinished()
         self.collectives = collectives
 
     def emit(self, kind: EventKind, index: int) -> None:
@@ -546,6 +547,7 @@ class Engine:
         try:
             self.gather.finish()
         finally:
+            self.gather.remove_hooks()
             self.reducer.close(keeps_grads=self.wrapper() is None)
             withdraw_main_grads(self._declared)
             memory = self.reducer.memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, State, get_grad
+from .bucket import Bucket, State, get_grad, widen_grads
 from .param_buffers import slice_view
 
 
@@ -16,6 +16,7 @@ class FlattenedBucket(Bucket):
         """Ends a microbatch that is not reduced: autograd adds to its own tensors."""
         self.missing &= self.waiting
         self.waiting.clear()
+        widen_grads(self.params, self.specs)
         self.has_unprepared = False
         self.state = State.SEALED
 

@@ -4,24 +4,28 @@
 By default ``step()`` waits for all weights, so every read is right. With ``overlap_param_gather`` the gathers run under
 the next forward, and each module waits for its own parameters in a hook. Code that reads a parameter earlier must wait,
 too: until its bucket has arrived a parameter has a subclass of its class, whose first operation waits. That is safe
-only for plain parameters. Other classes (DTensor) have methods that read their memory without an operation, so their
-buckets are waited for in ``step()``. Memory that user code has taken from a parameter before the step (``p.data``)
-cannot wait: ``finish_param_gather()`` comes before its read.
+only for plain parameters of Python modules. Other classes (DTensor) have methods that read their memory without an
+operation, and so have scripted modules, so their buckets are waited for in ``step()``. Memory that user code has taken
+from a parameter before the step (``p.data``) cannot wait: ``finish_param_gather()`` comes before its read.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from .. import devices
 from ..collectives import Collectives, Handle
 from ..errors import CollectiveError
 from ..events import EventKind, Listener, emit, profiler_range
@@ -38,7 +42,8 @@ class Gather:
         ranks_of: returns the ranks that own a domain's buckets.
 
     Attributes:
-        missing: the buckets whose last gather failed: other ranks' shards may have the values before the step.
+        missing: the buckets whose last gather failed, or could not start: shards of other ranks may have the values
+            before the step.
     """
 
     def __init__(self, overlaps: bool, ranks_of: Callable[[Domain], Collectives], listener: Listener | None) -> None:
@@ -52,7 +57,9 @@ class Gather:
         self._params: list[Sequence[Parameter]] = []  # by bucket
         self._can_overlap: list[bool] = []  # by bucket
         self._bucket_of: dict[int, int] = {}
-        self._class = type("ArrivingParameter", (_Arriving, Parameter), {"__slots__": (), "_gather": self})
+        self._stream: Any = None  # of the training loop, on an accelerator
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
 
     def connect(
         self, memory: Memory, plans: Sequence[BucketPlan], params: Sequence[Parameter], module: nn.Module
@@ -61,19 +68,40 @@ class Gather:
         assert memory.weights is not None, "sharded"
         if len(self._weights) == len(plans):
             return
+        scripted = {
+            id(param)
+            for child in module.modules()
+            if isinstance(child, torch.jit.ScriptModule)
+            for param in child.parameters()
+        }
         for plan in plans[len(self._weights) :]:
             self._weights.append(memory.weights.bucket(plan.index))
             self._ranks.append(self._ranks_of(plan.domain))
             of_bucket = [params[index] for index in plan.params]
             self._params.append(of_bucket)
-            self._can_overlap.append(self._overlaps and all(type(param) is Parameter for param in of_bucket))
+            is_plain = all(type(param) is Parameter and id(param) not in scripted for param in of_bucket)
+            self._can_overlap.append(self._overlaps and is_plain)
             self._bucket_of.update((id(param), plan.index) for param in of_bucket)
-        if self._overlaps:
-            for child in module.modules():
-                self._wait_before(child)
+        self.remove_hooks()
+        for child in module.modules() if self._overlaps else ():
+            held = {self._bucket_of[id(p)] for p in child._parameters.values() if id(p) in self._bucket_of}
+            buckets = [bucket for bucket in held if self._can_overlap[bucket]]
+            if buckets and not isinstance(child, torch.jit.ScriptModule):
+                self._handles.append(child.register_forward_pre_hook(_Wait(self, buckets), prepend=True))
+
+    @functools.cached_property  # A class is in cycles of references: without one the gather is freed at once.
+    def _class(self) -> type[Parameter]:
+        return type("ArrivingParameter", (_Arriving, Parameter), {"__slots__": (), "_gather": self})
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks on modules."""
+        _remove(self._handles)
 
     def start(self, buckets: Sequence[int], spans_of: Mapping[int, Spans]) -> None:
         """Launches the gathers of these buckets; of some only the elements ``spans_of`` are sent."""
+        self.missing.update(buckets)
+        if buckets:
+            self._stream = devices.current_stream(self._weights[0].device)
         for bucket in buckets:
             emit(self._listener, EventKind.GATHER_START, bucket)
             with profiler_range("gather", bucket):
@@ -89,7 +117,7 @@ class Gather:
         for bucket in self._works if self._overlaps else ():
             if self._can_overlap[bucket]:
                 _set_classes(self._params[bucket], self._class)
-        self._wait([bucket for bucket in self._works if not self._can_overlap[bucket]])
+        self.wait([bucket for bucket in self._works if not self._can_overlap[bucket]])
 
     def finish(self) -> None:
         """Waits for all weights.
@@ -97,8 +125,7 @@ class Gather:
         Raises:
             CollectiveError: if a gather failed, most often because another rank ended.
         """
-        if self._works:
-            self._wait(list(self._works))
+        self.wait(list(self._works))
 
     def wait_for_param(self, param: Parameter) -> None:
         """Waits for one parameter, and gives it its class again."""
@@ -106,19 +133,28 @@ class Gather:
         if bucket is None:
             self.finish()  # user code made it of a parameter's class
             param.__class__ = Parameter
-        elif bucket in self._works:
-            self._wait([bucket])
+        else:
+            self.wait([bucket])
 
-    def _wait(self, buckets: Sequence[int]) -> None:
+    def wait(self, buckets: Iterable[int]) -> None:
+        """Waits for these buckets, of which some may have arrived."""
         works = self._works
+        pending = [bucket for bucket in buckets if bucket in works]
+        if not pending:
+            return
         emit(self._listener, EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
-                for bucket in buckets:
+                for bucket in pending:
                     works[bucket].wait()
                     emit(self._listener, EventKind.GATHER_END, bucket, works.pop(bucket).ran_ns)
                     if self._can_overlap[bucket]:
                         _set_classes(self._params[bucket], Parameter)
+                # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
+                # forward would otherwise read weights for which its own stream has not waited.
+                reader = devices.current_stream(self._weights[0].device)
+                if reader != self._stream:
+                    self._stream.wait_stream(reader)
         except CollectiveError:
             self.missing.update(works)
             self._forget()
@@ -138,16 +174,26 @@ class Gather:
         if self._works and _uses_dynamo():
             self.finish()
 
-    def _wait_before(self, module: nn.Module) -> None:
-        buckets = {self._bucket_of[id(p)] for p in module._parameters.values() if id(p) in self._bucket_of}
-        if not buckets:
-            return
 
-        def before_forward(_module: nn.Module, _args: Any) -> None:
-            if self._works:
-                self._wait([bucket for bucket in buckets if bucket in self._works])
+class _Wait:
+    """Waits for buckets before a module's forward; a copy of the module has one that waits for nothing."""
 
-        module.register_forward_pre_hook(before_forward, prepend=True)
+    def __init__(self, gather: Gather | None = None, buckets: Sequence[int] = ()) -> None:
+        self._gather = weakref.ref(gather) if gather is not None else None
+        self._buckets = buckets
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        gather = self._gather() if self._gather is not None else None
+        if gather is not None:
+            gather.wait(self._buckets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Wait, ()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _set_classes(params: Sequence[Parameter], kind: type[Parameter]) -> None:
@@ -188,4 +234,10 @@ class _Arriving:
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
-_READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
+_DEVICE: Any = Tensor.device
+_DTYPE: Any = Tensor.dtype
+_READS_NO_ELEMENT = frozenset(
+    (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__, _DEVICE.__get__, _DTYPE.__get__)
+)
+"""Attributes that training loops read of every parameter between steps, and models of their first one in a forward, to
+move inputs to its device."""

@@ -24,6 +24,7 @@ def plan_as_seen(
     ranks: Collectives,
     model: ModelParallel,
     arrivals: Sequence[int],
+    required: Sequence[bool],
 ) -> BufferLayout:
     """Returns the plan in the order of ``arrivals``, or ``layout`` if that is about as good. Collective.
 
@@ -31,13 +32,14 @@ def plan_as_seen(
         layout: the plan in the order of registration, the same on all ranks.
         arrivals: parameters in the order in which gradients arrived on this rank. Rank 0 decides for all, and the
             first tensor rank for tensor ranks, which have one plan.
+        required: by parameter, whether it requires a gradient: a bucket with one that never arrives is launched at
+            the end of backward, and those behind it are, too.
     """
     if len(layout.buckets) < 2 or ranks.size == 1 or not config.overlap_grad_reduce:
         return layout
     order = None
     if ranks.rank == 0 and arrivals:
-        has_arrived = set(arrivals)
-        order = better_layout_order(layout, config, arrivals, [i in has_arrived for i in range(len(layout.params))])
+        order = better_layout_order(layout, config, arrivals, required)
     order = ranks.all_gather_objects(order)[0]
     if model.tensor_ranks is not None:
         order = model.tensor_ranks.all_gather_objects(order)[0]

@@ -112,9 +112,12 @@ class ReducedGrad(Tensor):
             # Inside backward only autograd adds; the same add_ elsewhere would be a user's, on a number
             # that is not there.
             if inside_backward() and len(args) == 2 and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
-                # Autograd adds in place, or with create_graph makes a sum. Its tensor may be reused, so it is copied.
+                # Autograd adds in place, or with create_graph makes a sum. Its tensor may be reused, so it is copied;
+                # autograd reuses no tensor of a subclass to which there is a reference, and a DTensor's clone would
+                # be added up over the tensor ranks.
                 if func is _ATEN.add_.Tensor:
-                    first.pending = args[1].clone() if first.pending is None else first.pending + args[1]
+                    copied = args[1].clone() if type(args[1]) is Tensor else args[1]
+                    first.pending = copied if first.pending is None else first.pending + args[1]
                     return first
                 if func is _ATEN.add.Tensor:
                     return first._like(first.device, first.dtype, pending=args[1].clone())

@@ -64,7 +64,7 @@ from ..events import Event, EventKind, Listener, emit, profiler_range
 from ..layout import SIXTEEN_BIT_DTYPES, BufferLayout, Domain
 from ..module import GradAccumulators, LocalParts, ModelParallel
 from .agreement import Agreement, Reasons, name_of_rank
-from .bucket import Bucket, State, get_grad, requires_grad, set_grads
+from .bucket import Bucket, State, get_grad, requires_grad, set_grads, widen_grads
 from .flattened import FlattenedBucket
 from .main_grads import MainGrads
 from .memory import Memory
@@ -170,6 +170,7 @@ class Reducer:
         self._task = NO_GRAPH_TASK  # torch's number of the graph at whose end the backward ends
         self._end_of_backward: weakref.ref[Callable[[], None]] = weakref.ref(_ended)
         self._failure: str | None = None  # of a synchronised forward or backward that raised
+        self._is_finishing = False  # from the end of a synchronised backward until its gradients are final, or dropped
         self._arrivals: list[int] = []
         self._has_agreed = False  # on the parameters of a static graph
         self._static_used = b""
@@ -348,7 +349,7 @@ class Reducer:
         """Called when a forward that trains has raised; see [Note: an error in user code]."""
         if self.batch is not None and not self._is_batch_unfinished:
             return  # all stages have refused it before its first backward, or its reductions have ended
-        if (syncs or self.layout.is_pooled) and not inside_backward():
+        if (syncs or self.layout.is_pooled) and self._ranks.size > 1 and not inside_backward():
             self._failure = f"{type(error).__name__}: {error}"
 
     def watch(self, outputs: Any) -> None:
@@ -436,6 +437,7 @@ class Reducer:
         if not self._is_running:
             self._main_grads.check_begun()
             if not self._prepared:
+                self.tokens.note_unprepared()
                 return
             self._begin()
         self._check_users_hooks((index,))
@@ -448,6 +450,7 @@ class Reducer:
             if not self._prepared:
                 bucket.has_unprepared = True
                 self._is_settled = False
+                self.tokens.note_unprepared()
                 return
             self._begin()  # the graph began at no known output
             bucket.waiting.discard(place)
@@ -516,13 +519,7 @@ class Reducer:
             if bucket.state is State.OPEN:
                 bucket.accumulate()
         if self.memory is None:
-            self._widen_grads()
-
-    def _widen_grads(self) -> None:
-        # Without a plan there is no fp32 buffer yet, and a sum of microbatches in 16 bits would round.
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            if param.grad is not None and param.grad.dtype != spec.grad_dtype:
-                param.grad = param.grad.to(spec.grad_dtype)
+            widen_grads(self.params, self.layout.params)
 
     def _launch_complete(self) -> None:
         buckets = self.buckets
@@ -648,6 +645,7 @@ class Reducer:
 
     def _finish(self) -> None:
         self._is_unreduced = False
+        self._is_finishing = True
         if self.memory is None:
             self._make_plan()
         while self._num_launched < len(self.buckets):
@@ -661,8 +659,7 @@ class Reducer:
                     # The ranks with copies wait for this one, and learn of the error afterwards.
                     self._share_copies(bytes(len(self.params)))
                     raise
-                for bucket in self.buckets:
-                    bucket.wait()
+                self._wait_for_buckets()
         finally:
             emit(self._listener, EventKind.WAIT_END, 0)
         for number in [number for number, flag in enumerate(agreed.late) if flag]:
@@ -673,6 +670,7 @@ class Reducer:
             end = position + len(bucket.params)
             bucket.publish(used[position:end])
             position = end
+        self._is_finishing = False
         self.num_reductions += 1
         self.tokens.is_used |= agreed.counting[0]
         if self._ends_window:
@@ -691,6 +689,11 @@ class Reducer:
         return len(self.shown) == len(self._ordered) and all(
             map(operator.is_, map(get_grad, self._ordered), self.shown)
         )
+
+    def _wait_for_buckets(self) -> None:
+        for bucket in self.buckets:
+            if bucket.state is State.IN_FLIGHT:
+                bucket.wait()
 
     def _finish_window(self, *, is_counted: bool) -> None:
         if is_counted:
@@ -729,7 +732,7 @@ class Reducer:
                     grads = {index: self._parts.local_view(late_grad(self.params[index])) for index in late}
                     self._nonfinite.check_grads(grads, self.layout)
         used = b"".join([bucket.used for bucket in self.buckets])
-        if self._config.static_graph or not self._config.find_unused_parameters:
+        if (self._config.static_graph or not self._config.find_unused_parameters) and self._failure is None:
             self._check_promises()
         if self._has_agreed and self._config.static_graph:
             used = self._static_used
@@ -799,8 +802,8 @@ class Reducer:
         reasons = Reasons(
             self._nonfinite.rank, self.microbatch, self._nonfinite.found(), options, self._failure, self.tokens.state
         )
-        for bucket in self.buckets:
-            bucket.wait()
+        self._wait_for_buckets()
+        self._is_finishing = False
         self.drop()
         return agreed.refusal(reasons, self._ranks, self._model.tensor_ranks)
 
@@ -816,7 +819,8 @@ class Reducer:
         if self.replicas is not None:  # they may see another order, and one that comes back has seen none
             self._set_plan(self.layout)
             return
-        self._set_plan(plan_as_seen(self.layout, self._config, self._ranks, self._model, self._arrivals))
+        required = [param.requires_grad for param in self.params]
+        self._set_plan(plan_as_seen(self.layout, self._config, self._ranks, self._model, self._arrivals, required))
 
     def _set_plan(self, layout: BufferLayout) -> None:
         """Sets the plan, and moves weights to their addresses; see plan's [Note: why the plan is made late]."""
@@ -860,13 +864,13 @@ class Reducer:
     def recover(self) -> None:
         """Ends a forward or a backward that has raised; see [Note: an error in user code]."""
         is_over = self._is_running and self._end_of_backward() is None
-        if (is_over or self._failure is not None) and not inside_backward():
+        if (is_over or self._is_finishing or self._failure is not None) and not inside_backward():
             self._end_failed()
 
     @torch.no_grad()
     def _end_failed(self) -> None:
-        is_syncing = self._failure is not None or self._is_syncing
-        if not self._is_running and not self._is_batch_unfinished:  # a forward has raised
+        is_syncing = self._failure is not None or self._is_finishing or self._is_syncing
+        if not (self._is_running or self._is_finishing or self._is_batch_unfinished):  # a forward has raised
             self._open_buckets()
         self._is_running = False
         self._main_grads.end()
@@ -885,6 +889,7 @@ class Reducer:
                 self.finish()
         finally:
             self._failure = None
+            self._is_finishing = False
             self.drop()
 
     def drop(self) -> None:
@@ -910,12 +915,22 @@ class Reducer:
         for param in params:
             if param.grad is not None:
                 param.grad.detach().zero_()
+        if self.tokens.is_used:
+            zeroed = set(map(id, params))
+            self.tokens.zero(place for place, param in enumerate(self.params) if id(param) in zeroed)
+
+    def abort_unfinished(self) -> None:
+        """Ends reductions of a backward that failed, on the device: they may wait for a rank that is gone."""
+        # NCCL's watchdog would otherwise end this process when another rank gives up and aborts.
+        if any(bucket.state is State.IN_FLIGHT for bucket in self.buckets):
+            self._ranks.abort()
 
     def close(self, *, keeps_grads: bool) -> None:
         """Removes the hooks, without waiting for reductions: after an error on another rank they might never end.
 
         ``keeps_grads``: full gradients in the parameter's dtype stay, as when torch DDP's wrapper is dropped.
         """
+        self.abort_unfinished()
         self.remove_hooks()
         if self.replicas is not None:
             self.replicas.stop()

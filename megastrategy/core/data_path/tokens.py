@@ -24,7 +24,7 @@ import math
 import operator
 import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class TokenWindow:
         self._num_losses = 0
         self._is_final = False
         self._num_steps = 0  # when the window ended
-        self._seen = b""  # a byte for each parameter: whether it had a gradient after the last backward
+        self._has_unprepared = False  # since the last prepared backward
+        self._had_grad = b""  # a byte for each parameter, after the last backward
 
     def begin_use(self) -> TokenWindow:
         """Begins to count losses."""
@@ -111,27 +112,41 @@ class TokenWindow:
         self._arrived.append(weight)
         self.open_unit = unit
 
+    def note_unprepared(self) -> None:
+        """Called when a backward that no forward prepared has brought a gradient."""
+        self._has_unprepared = True
+
+    def zero(self, places: Iterable[int]) -> None:
+        """Counts the gradients of these parameters as dropped: they were zeroed."""
+        had_grad = bytearray(self._had_grad)
+        for place in places:
+            had_grad[place : place + 1] = b"\0" if place < len(had_grad) else b""
+        self._had_grad = bytes(had_grad)
+
     def begin_backward(self, num_steps: int) -> None:
         """Begins a new window if the gradients of this one were dropped, or were final and have been used."""
         if not self.is_used or self.is_of_batch:
             return
-        now = self._flags()
+        has_grad = self._flags()
         required = map(operator.attrgetter("requires_grad"), self._params)
         # Without frozen ones, which may belong to another optimizer (toggle_optimizer), and get nothing now.
-        had = [place for place, (flag, needs) in enumerate(zip(self._seen, required, strict=False)) if flag and needs]
-        kept = [place for place in had if now[place]]
-        if self._arrived:
+        pairs = enumerate(zip(self._had_grad, required, strict=False))
+        places = [place for place, (had_grad, is_required) in pairs if had_grad and is_required]
+        num_dropped = sum(not has_grad[place] for place in places)
+        is_unprepared = bool(self._arrived) and self._has_unprepared
+        self._arrived = []
+        self._has_unprepared = False
+        if is_unprepared:
             self.state = _UNPREPARED
-            self._arrived = []
         elif self._is_final:
-            is_unused = bool(kept) and self._num_steps == num_steps
+            is_unused = num_dropped < len(places) and self._num_steps == num_steps
             were_counted = self.state is not NONE
             self._begin_window()
             if is_unused:  # without counted losses the sum of two means is allowed, as under torch DDP
                 self.state = _AFTER_A_SYNC if were_counted else NONE
-        elif not kept:
+        elif num_dropped == len(places):
             self._begin_window()
-        elif len(kept) < len(had):
+        elif num_dropped > 0:
             self.state = _DROPPED_IN_PART
 
     def end_backward(self) -> None:
@@ -149,7 +164,7 @@ class TokenWindow:
         elif self.state in (None, NONE, ALL) and (weights or self.has_loss):
             state = ALL if weights else NONE
             self.state = state if self.state in (None, state) else _SOME
-        self._seen = self._flags()
+        self._had_grad = self._flags()
 
     def _begin_window(self) -> None:
         self.state = None
@@ -161,7 +176,7 @@ class TokenWindow:
         """Begins a new window after all gradients were dropped, also those of a backward that raised."""
         self._begin_window()
         self._arrived = []
-        self._seen = b""
+        self._had_grad = b""
         self.open_unit = None
         self.factor = 0.0
 
@@ -205,7 +220,7 @@ class TokenWindow:
         self._is_final = True
         self._num_steps = num_steps
         if self.is_used:
-            self._seen = self._flags()
+            self._had_grad = self._flags()
 
     def _sums(self, ranks: Collectives, tensor_ranks: Collectives | None) -> tuple[float, int]:
         sums = _SUMS.pack(self._weights, self._num_losses)

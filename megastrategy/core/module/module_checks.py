@@ -125,8 +125,8 @@ def check_memory_is_own(
         raise ValueError(
             f"{which} was captured by make_graphed_callables: its CUDA graph reads the parameters at their present "
             "addresses, and they move into a buffer. Wrap first, train on a stream of your own (with "
-            "torch.cuda.stream(torch.cuda.Stream()):), and capture there after the first optimizer step (with "
-            f"overlap_grad_reduce=False: at any time), or pass {all_reduce_option}"
+            "torch.cuda.stream(torch.cuda.Stream()):), and capture there after the first optimizer step, or pass "
+            f"{all_reduce_option}"
         )
     furthest: dict[bool, tuple[int, str]] = {}  # where memory of tensors that move, and that stay, ends
     # Sorted by address, one pass: comparing every pair would take seconds for thousands of parameters.

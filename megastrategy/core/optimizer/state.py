@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..collectives import Collectives
 from ..errors import CheckpointError
-from ..layout import BufferLayout, Domain, ParamSpec
+from ..layout import SIXTEEN_BIT_DTYPES, BufferLayout, Domain, ParamSpec
 from ..states import as_saved, copied, groups_as_saved, number_params, per_element_keys, to_host
 from ..trials import is_per_element
 from .plain_optimizer import load_as_torchs
@@ -399,6 +399,7 @@ def _gathered(optimizer: ShardedOptimizer, *, everywhere: bool) -> NamedState | 
             index: {key: _shaped(layout.params[index], value) for key, value in values.items()}
             for index, values in local.items()
         }
+    engine.collectives.wait_for_device(engine.device, "all-gather")  # the host copies next, and a rank may be gone
     named: NamedState = {}
     for domain in layout.domains:
         of_domain = {
@@ -558,6 +559,11 @@ def load_groups(
     finally:
         for group, of_group in zip(inner.param_groups, params, strict=True):
             group["params"] = of_group
+    # torch has cast the state to the Parameter's dtype. A frozen 16-bit one that joins later has an fp32 main param.
+    for param in optimizer.engine.watch.frozen:
+        for key, value in others.get(param, {}).items() if param.dtype in SIXTEEN_BIT_DTYPES else ():
+            if type(value) is Tensor and key != "step":
+                inner.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
 
 
 def load_main_params(optimizer: ShardedOptimizer, main_params: Mapping[str, Tensor]) -> None:

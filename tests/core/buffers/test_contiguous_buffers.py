@@ -1,5 +1,4 @@
-"""First gradients are copied into their bucket, not added to zeros; see contiguous_buffers' [Note: first gradients are
-copied, not added to zeros]."""
+"""The memory of a bucket keeps old values, and no later gradient has any of them."""
 
 from __future__ import annotations
 
@@ -7,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from tests.support.data_path import NEW
 from tests.support.ranks import run_ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -26,7 +21,7 @@ X = torch.ones(3, 20)
 
 
 class TwoLayers(nn.Module):
-    """Layers of 20 x 20, which are copied, with biases, which are added to zeros; the second one may be left out."""
+    """Two layers; the second one may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,39 +39,6 @@ def wrap(group: ProcessGroup, **options: Any) -> tuple[TwoLayers, DistributedDat
     module = TwoLayers()
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=500, **options), group)
     return module, model, DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.0), model)
-
-
-class Zeroed(TorchDispatchMode):
-    """Counts the elements that are set to zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.zero_, torch.ops.aten._foreach_zero_):
-            self.numel += sum(leaf.numel() for leaf in tree_leaves(args))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.skipif(NEW, reason="nothing is zeroed before a backward")
-@pytest.mark.parametrize("mode", MODES)
-def test_only_small_gradients_gaps_and_sums_are_zeroed(mode: str) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model, optimizer = wrap(group, **MODES[mode])
-        model(X).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        buffers = model.engine.grad_buffers
-        assert isinstance(buffers, ContiguousGradBuffers)
-        with Zeroed() as zeroed:
-            buffers.open()
-        copied = module.first.weight.numel() + module.second.weight.numel()
-        sums = sum(state.sums.numel() for state in buffers._buckets if state.sums is not None)
-        assert zeroed.numel == sum(flat.numel() for flat in buffers.flats) - copied + sums
-        model.close()
-
-    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("mode", MODES)

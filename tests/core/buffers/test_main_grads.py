@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import MainGradError
 from megastrategy.core.events import EventKind
-from tests.support.data_path import NEW, grads_of
+from tests.support.data_path import grads_of
 from tests.support.ranks import run_ranks
 
 WIDTH = 33
@@ -247,9 +247,8 @@ def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
                 return x.square().mean()
 
         model = DistributedDataParallel(Twice(), DistributedDataParallelConfig(bucket_size=1), group)
-        if NEW:  # nothing is sent before the end of the first backward
-            model(batch(rank, 0, torch.float32).requires_grad_()).backward()
-            model.zero_grad()
+        model(batch(rank, 0, torch.float32).requires_grad_()).backward()  # nothing is sent before its end
+        model.zero_grad()
         with pytest.raises(
             MainGradError, match=r"'layer.weight': .*after its bucket had been sent.*use_reentrant=False"
         ):

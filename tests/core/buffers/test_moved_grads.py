@@ -27,12 +27,11 @@ each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):
-    """Layers with and without a copy of their gradient: a large one is copied into its buffer, small ones are added.
-    One is used by rank 0 only, and one by no rank."""
+    """One layer is used by rank 0 only, and one by no rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(10, FILLED_NUMEL // 8), nn.Linear(FILLED_NUMEL // 8, 3)
+        self.first, self.second = nn.Linear(10, 8), nn.Linear(8, 3)
         self.rank_zero, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
         generator = torch.Generator().manual_seed(0)
         for param in self.parameters():
@@ -53,19 +52,13 @@ def in_double(net: Net) -> None:
     net.float()
 
 
-def shared(net: Net) -> None:
-    for param in net.parameters():
-        if param.grad is not None and type(param.grad) is Tensor:
-            param.grad.share_memory_()
-
-
 def moved_by_hand(net: Net) -> None:
     for param in net.parameters():
         if param.grad is not None and type(param.grad) is Tensor:
             param.grad.data = param.grad.data.clone()
 
 
-MOVES: list[Callable[[Net], None]] = [in_half, in_double, shared, moved_by_hand]
+MOVES: list[Callable[[Net], None]] = [in_half, in_double, moved_by_hand]
 MOMENTS = ("between microbatches", "after backward", "after the step", "after zero_grad")
 DROPS: dict[str, Callable[[Any, Net], None]] = {
     "optimizer": lambda optimizer, net: optimizer.zero_grad(),

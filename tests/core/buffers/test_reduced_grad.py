@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ParameterChangedError, ReducedGradError
-from tests.support.data_path import NEW
 from tests.support.ranks import run_ranks
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -354,7 +353,6 @@ def test_a_graph_of_the_backward_does_not_lose_reduced_gradients() -> None:
     assert_ends_alike(program, SHARDED["contiguous"], 1e-6, optimizer="SGD")
 
 
-@pytest.mark.skipif(not NEW, reason="the old data path refuses it")
 @sharded
 def test_a_stand_in_that_is_put_back_before_a_backward_is_the_gradient(options: dict[str, Any]) -> None:
     def look(model: DistributedDataParallel, net: Net) -> None:
@@ -369,27 +367,6 @@ def test_a_stand_in_that_is_put_back_before_a_backward_is_the_gradient(options: 
         assert before.any()
 
     after_a_backward(options, look)
-
-
-@pytest.mark.skipif(NEW, reason="the gradient is there until the next backward")
-@sharded
-def test_a_stand_in_that_is_put_back_after_a_drop_is_refused(options: dict[str, Any]) -> None:
-    """Its gradient is gone. Code that stashes ``.grad`` would train with zeros otherwise."""
-
-    def look(model: DistributedDataParallel, net: Net) -> list[str]:
-        messages = []
-        kept = net.first.weight.grad
-        model.zero_grad()
-        net.first.weight.grad = kept
-        for use in (lambda: model.full_grad(net.first.weight), lambda: loss_of(model, 0, 1).backward()):
-            with pytest.raises(ReducedGradError) as raised:
-                use()
-            messages.append(str(raised.value))
-        return messages
-
-    for messages in after_a_backward(options, look):
-        for message in messages:
-            assert message.startswith("putting back a .grad that was dropped")
 
 
 @sharded

@@ -21,13 +21,21 @@ def test_wrap_refuses_shared_parameters() -> None:
     run_ranks(2, run)
 
 
-def test_step_refuses_parameters_that_were_shared() -> None:
+def test_parameters_that_are_shared_later_are_refused() -> None:
+    """Before the first backward, at whose end they move into the buffer, and after it."""
+
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, process_group=group)
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
-        module.share_memory()
+        shared = module[0].weight.data.clone().share_memory_()
+        before = module[0].weight.data
+        module[0].weight.data = shared
+        with pytest.raises(ValueError, match=r"'0\.weight' is in shared memory"):
+            model(torch.ones(2, 10))
+        module[0].weight.data = before
         model(torch.ones(2, 10)).sum().backward()
+        module.share_memory()
         with pytest.raises(ParameterChangedError, match=r"'0\.weight' was moved into shared memory"):
             optimizer.step()
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import memory_use
+from tests.support.data_path import memory_of
 from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks
 
@@ -77,7 +78,7 @@ def test_half_the_bytes_give_the_same_bits(options: dict[str, Any]) -> None:
     assert not all(map(torch.equal, without[0][0], expected[0][0])), "sums in 16 bits are others"
 
 
-def line(rank: int) -> nn.Module:
+def line(rank: int) -> nn.Linear:
     module = nn.Linear(33, 5).bfloat16()
     generator = torch.Generator().manual_seed(0)
     for param in module.parameters():
@@ -169,9 +170,9 @@ def test_bytes_are_those_of_the_formula() -> None:
         setup = Setup(group, line(rank), **SUMS_IN_FP32)
         numel = sum(buffer.numel for buffer in setup.model.layout.buffers)
         assert memory_use(setup.model.layout, rank, 2).grad_bytes == 2 * numel + 4 * numel // 2
-        held = [setup.model.engine.grad_buffers.bucket(b.index) for b in setup.model.layout.buckets]
-        sums = [state.sums for state in setup.model.engine.grad_buffers._buckets]
-        assert sum(tensor.nbytes for tensor in held + sums) == 2 * numel + 4 * numel // 2
+        setup.model(torch.ones(1, 33, dtype=torch.bfloat16)).sum().backward()
+        _, held = memory_of(setup.model)
+        assert sum(tensor.nbytes for tensor in held) == 2 * numel + 4 * numel // 2
         setup.model.close()
 
     run_ranks(2, run)
@@ -181,9 +182,9 @@ def test_fp32_parameters_and_one_rank_need_no_sums_of_their_own() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = line(rank).float() if group.size() > 1 else line(rank)
         setup = Setup(group, module, **SUMS_IN_FP32)
-        assert all(
-            setup.model.engine.grad_buffers._buckets[bucket.index].sums is None for bucket in setup.model.layout.buckets
-        )
+        setup.model(torch.ones(1, 33, dtype=module.weight.dtype)).sum().backward()
+        _, held = memory_of(setup.model)
+        assert [tensor.dtype for tensor in held] == [module.weight.dtype]
         setup.model.close()
 
     run_ranks(1, run)

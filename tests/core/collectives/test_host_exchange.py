@@ -169,7 +169,6 @@ def test_collectives_of_a_failed_backward_are_aborted_on_the_device(how: str) ->
         device = DeviceCollectives(group)
         model, _ = wrap(group, device)
         backward(model, rank, 0)
-        model.engine.reducer.abort_unfinished()
         assert device.num_aborts == 0
 
         def fail(_: Tensor) -> None:
@@ -207,7 +206,6 @@ def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) 
         model, optimizer = wrap(group, device)
         backward(model, rank, 2)
         step_once(optimizer)  # so that there is a state to save
-        reads = rank == 0 or read != "a checkpoint"  # only there one rank reads for all
         for step in range(2):
             if step == 1:
                 device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what}, {number > 0})"
@@ -215,7 +213,7 @@ def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) 
             device.num_waits = 0
             device.is_stalled = step == 1
             began = time.monotonic()
-            if step == 0 or not reads:
+            if step == 0:
                 READS[read](optimizer)
             else:
                 before = [param.detach().clone() for param in model.parameters()]
@@ -223,7 +221,7 @@ def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) 
                     READS[read](optimizer)
                 assert device.num_aborts == 1
                 assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), "no step"
-            assert (device.num_waits > 0) == reads
+            assert device.num_waits > 0
             assert time.monotonic() - began < BOUND_S
 
     run_ranks(2, run)

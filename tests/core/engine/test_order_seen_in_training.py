@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedOptimizer
-from megastrategy.core.events import EventKind
 from tests.support.layers_in_any_order import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
@@ -29,7 +28,7 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    """Has state before the first step, so that nothing moves."""
+    """Has state before the first step."""
     return torch.optim.Adagrad(model.parameters(), lr=0.02, initial_accumulator_value=0.1)
 
 
@@ -85,7 +84,7 @@ def train(case: Case, size: int, *, moving: bool, steps: int = 8) -> list[Outcom
                 optimizer.zero_grad()
                 if scheduler is not None:
                     scheduler.step()
-        assert moves(events) == (moving and case.make is not adagrad)
+        assert moves(events) == moving
         state, main_params = optimizer.state_dict(), optimizer.main_params()
         strides = {name: param.stride() for name, param in module.named_parameters()}
         model.close()
@@ -111,32 +110,22 @@ BF16 = {"dtype": torch.bfloat16}
 SUMS = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}
 CASES = {
     "AdamW": Case(),
-    "amsgrad": Case(make=amsgrad),
-    "SGD with momentum": Case(make=momentum),
-    "NAdam": Case(make=nadam),
     "Adagrad": Case(make=adagrad),
     "fused": Case(make=fused),
-    "groups": Case(make=groups, schedule=True),
-    "main params": Case(**BF16),
-    "main params and groups": Case(make=groups, **BF16),
-    "accumulation": Case(accumulate=3),
-    "main params, accumulation": Case(accumulate=3, **BF16),
+    "main params and groups": Case(make=groups, schedule=True, **BF16),
+    "accumulation": Case(make=nadam, accumulate=3),
     "several backwards a step, fp32 sums": Case(step_every=3, options=SUMS, **BF16),
     "frozen on the way": Case(freeze_at=3),
-    "gathered after the step": Case(options={"overlap_param_gather": False}),
-    "gathered under forward": Case(options={"overlap_param_gather": True}, schedule=True),
-    "fp32 sums": Case(options=SUMS, **BF16),
-    "rounded for the wire": Case(options={"grad_wire_dtype": "bf16"}),
-    "bf16 gradients": Case(options={"grad_reduce_in_fp32": False}, **BF16),
-    "each parameter its bucket": Case(options={"bucket_size": 1}),
-    "static graph": Case(options={"static_graph": True}),
-    "looked at for NaN": Case(options={"check_for_nan_in_grad": True}),
-    "all-reduce": Case(options={"use_distributed_optimizer": False}, step_every=2, accumulate=2),
-    "all-reduce, main params": Case(options={"use_distributed_optimizer": False}, make=groups, **BF16),
+    "gathered under forward": Case(make=momentum, options={"overlap_param_gather": True}),
+    "rounded for the wire": Case(make=amsgrad, options={"grad_wire_dtype": "bf16"}),
+    "static graph": Case(options={"static_graph": True, "check_for_nan_in_grad": True}),
+    "all-reduce, main params": Case(
+        options={"use_distributed_optimizer": False}, make=groups, step_every=2, accumulate=2, **BF16
+    ),
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_is_the_same_to_the_bit(case: Case) -> None:
     assert_same_bits(train(case, 2, moving=True), train(case, 2, moving=False))
@@ -210,23 +199,6 @@ def test_a_layer_whose_gradient_comes_in_two_parts_goes_last(sharded: bool) -> N
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert all(map(torch.equal, *ours))
-
-
-def test_where_parameters_have_joined_nothing_moves() -> None:
-    """They have buckets of their own, after the others, which the ranks have seen no order of."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Layers(reverse=True)
-        module.layers[2].requires_grad_(False)
-        model, events, _ = wrap(group, module)
-        module.layers[2].requires_grad_(True)
-        for step in range(2):
-            model(batch(rank, step)).backward()
-            model.zero_grad()
-        assert moves(events) == 0
-        assert [event.kind for event in events].count(EventKind.LAYOUT_EXTENDED) == 1
-
-    run_ranks(2, run)
 
 
 def test_parameters_may_join_after_the_move() -> None:
@@ -366,7 +338,7 @@ def steps_between(
             at_first = at_first or save()
             optimizer.step()
             optimizer.zero_grad()
-        assert moves(events) == (moving and saved is None)
+        assert moves(events) == moving
         assert at_first is not None
         return save(), at_first
 
@@ -387,7 +359,7 @@ RESUMED = {"AdamW": Case(), "momentum": Case(make=momentum), "main params": Case
 @pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
 def test_a_run_that_resumes_goes_on_to_the_bit(case: Case, before: bool, after: bool) -> None:
-    """Saved from a layout before a move or after it. A run with a loaded state does not move."""
+    """Saved from one plan and loaded into another: the state waits for the plan of the resumed run."""
     uninterrupted, _ = steps_between(case, 2, 0, 6, moving=False)
     saved, _ = steps_between(case, 2, 0, 3, moving=before)
     resumed, moved = steps_between(case, 2, 3, 6, moving=after, saved=saved)

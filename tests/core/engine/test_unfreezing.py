@@ -196,7 +196,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         model(batch(rank, 0)).sum().backward()
         optimizer.step()
         before, buckets = [param.data_ptr() for param in model.engine.params], len(model.layout.buckets)
-        shards = {index: shard.main for index, shard in optimizer._impl.shard_set.shards.items()}
+        runs = [run.main.data_ptr() for run in optimizer._impl.runs]
         module[0].requires_grad_(True)
         optimizer.zero_grad()
         model(batch(rank, 1)).sum().backward()
@@ -205,7 +205,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         optimizer.step()
         model(batch(rank, 2)).sum().backward()
         assert [param.data_ptr() for param in model.engine.params][: len(before)] == before
-        assert all(optimizer._impl.shard_set.shards[index].main is main for index, main in shards.items())
+        assert [run.main.data_ptr() for run in optimizer._impl.runs][: len(runs)] == runs
         assert model.layout.buckets[buckets].params == (7, 6)
         starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
         assert starts == list(range(len(model.layout.buckets))) == list(range(buckets + 1))
@@ -227,7 +227,9 @@ def test_a_frozen_parameter_is_not_waited_for() -> None:
         model = DistributedDataParallel(module, config, group, listener=events.append)
         module[6].requires_grad_(False)
         module[4].bias.requires_grad_(False)
-        model(batch(rank, 0)).sum().backward()
+        for _ in range(2):  # the buckets are made at the end of the first backward
+            events.clear()
+            model(batch(rank, 0)).sum().backward()
         kinds = [(event.kind, event.index) for event in events]
         first = kinds.index((EventKind.REDUCE_START, 0))
         last_gradient = max(place for place, (kind, _) in enumerate(kinds) if kind is EventKind.GRAD_READY)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.events import EventKind
 from tests.support.layers_in_any_order import Layers, batch
 from tests.support.ranks import run_ranks
 
@@ -30,10 +29,6 @@ def capture(module: nn.Module) -> None:
     ]
     make_graphed_forward: Any = types.FunctionType(code, torch.cuda.graphs.__dict__)
     module.forward = make_graphed_forward(module, module.training, module.forward, module.forward)
-
-
-def layers() -> nn.Module:
-    return Layers(reverse=True, dtype=torch.float32)
 
 
 def refusal(group: ProcessGroup, module: nn.Module, **options: Any) -> str:
@@ -84,25 +79,34 @@ def test_it_is_taken_with_frozen_parameters_until_they_join() -> None:
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("captured_on", [(), (0, 1), (1,)], ids=str)
-def test_nothing_moves_after_a_capture_on_any_rank(captured_on: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("captured_on", [0, 1])
+def test_a_capture_before_the_first_backward_is_refused_in_the_next_forward(captured_on: int) -> None:
+    """The parameters move at the end of the first backward."""
+
     def run(rank: int, group: ProcessGroup) -> None:
-        kinds = []
-        module = layers()
-        model = DistributedDataParallel(
-            module,
-            DistributedDataParallelConfig(bucket_size=500),
-            group,
-            listener=lambda event: kinds.append(event.kind),
-        )
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
-        if rank in captured_on:
+        module = Layers(reverse=True)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=500), group)
+        if rank == captured_on:
             capture(module)
-        addresses = [param.data_ptr() for param in module.parameters()]
-        model(batch(rank, 0)).sum().backward()
-        optimizer.step()
-        moved = EventKind.LAYOUT_CHANGED in kinds
-        assert moved is not bool(captured_on)
-        assert ([param.data_ptr() for param in module.parameters()] != addresses) is moved
+            with pytest.raises(ValueError, match=r"the module itself was captured.* after the first optimizer step"):
+                model(batch(rank, 0))
+
+    run_ranks(2, run)
+
+
+def test_a_capture_after_the_first_step_is_taken_and_nothing_moves() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = Layers(reverse=True)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=500), group)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+        addresses = []
+        for step in range(3):
+            model(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            addresses.append([param.data_ptr() for param in module.parameters()])
+            if step == 0:
+                capture(module)
+        assert addresses[1:] == addresses[:1] * 2
 
     run_ranks(2, run)

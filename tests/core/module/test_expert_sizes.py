@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core import build_layout
 from megastrategy.errors import LayoutMismatchError
 from tests.support.experts import (
     Case,
@@ -58,10 +57,10 @@ SIZES = {
         "4 x 1, pooled, 2 microbatches": Case(4, microbatches=2, options=POOLED),
         "4 x 1, 3 reductions": Case(4, microbatches=3, syncs_each=True),
         "4 x 1, all-reduce, 3 reductions": Case(4, microbatches=3, syncs_each=True, options=ALL_REDUCE),
-        "all-reduce, 3 reductions, and a move after the first": Case(
+        "all-reduce, 3 reductions, and another order after the first": Case(
             2, microbatches=3, syncs_each=True, options=(*ALL_REDUCE, ("bucket_size", 1))
         ),
-        "3 reductions, and a move after the first": Case(
+        "3 reductions, and another order after the first": Case(
             2, microbatches=3, syncs_each=True, options=(("bucket_size", 1),)
         ),
         "state on the host": Case(2, optimizer="adamw", options=(("offload_optimizer_states", True),)),
@@ -86,7 +85,7 @@ SIZES = {
 }
 SHORT = [
     (6, "5 experts on 3 x 2"),
-    (4, "3 reductions, and a move after the first"),
+    (4, "3 reductions, and another order after the first"),
     (4, "and pooled, in buckets that fill the staging buffers"),
     (4, "and reentrant, so that gradients are late"),
 ]
@@ -145,45 +144,6 @@ def test_one_expert_rank_has_the_bits_of_a_model_without_a_mesh() -> None:
     for by_option in run_processes(2, with_each_option):
         for with_mesh, without in by_option:
             assert with_mesh == without
-
-
-# --- buckets and what trains -----------------------------------------------------------------------------------------
-
-
-def train_and_move(cases: dict[str, Case]) -> dict[str, Outcome]:
-    """Moves all buckets to the order of registration, and a step later back to the reverse."""
-    found = {}
-    for name, case in cases.items():
-        trainee = Trainee.make(case)
-        engine, norms = trainee.model.engine, list[float]()
-        for step in range(case.steps):
-            if step in (2, 3):
-                specs = list(engine.layout.params)
-                order = range(len(specs)) if step == 2 else range(len(specs))[::-1]
-                engine.move_to(build_layout(specs, engine.config, RANKS, order))
-            norms += trainee.train([step])
-        found[name] = trainee.outcome(norms)
-        trainee.model.close()
-    return found
-
-
-MOVED = {
-    "sharded": Case(2),
-    "uneven": Case(4, num_experts=5),
-    "all-reduce": Case(2, options=ALL_REDUCE),
-    "instances": Case(2, options=INSTANCES, optimizer="adamw"),
-    "some have no state yet": Case(2, shallow_steps=(0, 1, 2, 3, 4), optimizer="adamw"),
-}
-
-
-@pytest.mark.parametrize(
-    "names", [["uneven", "instances"], pytest.param([*MOVED], marks=pytest.mark.long)], ids=["some", "all"]
-)
-def test_buckets_of_experts_move(names: list[str]) -> None:
-    cases = {name: MOVED[name] for name in names}
-    found = run_processes(RANKS, train_and_move, cases)
-    for name, case in cases.items():
-        assert_equal([by_case[name] for by_case in found], train_alone(case, RANKS), 1e-6)
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------

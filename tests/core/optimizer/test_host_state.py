@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import devices
-from tests.support.data_path import NEW
 from tests.support.given import Ours, adam, assert_same_file, momentum, trained
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
 
 ON_HOST = {"offload_optimizer_states": True}
-new_path = pytest.mark.skipif(not NEW, reason="the old path steps on the device")
 
 
 @contextlib.contextmanager
@@ -47,7 +45,6 @@ class OursThere(Ours):
         return [*state, *(run.main for run in impl.runs)]
 
 
-@new_path
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_is_on_the_host_and_files_are_those_without(dtype: torch.dtype, make: Any) -> None:
@@ -76,7 +73,6 @@ def test_state_is_on_the_host_and_files_are_those_without(dtype: torch.dtype, ma
     assert_same_file(resumed, trained(2, make, dtype, range(2, 4), first))
 
 
-@new_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_changed_between_steps_are_taken(dtype: torch.dtype) -> None:
     def run(rank: int, group: ProcessGroup, kind: type[Ours]) -> list[Tensor]:

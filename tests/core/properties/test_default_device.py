@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.engine.relayout import relayout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
-from megastrategy.core.layout.build import build_layout
 from megastrategy.data import ResumableSampler
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, assert_same_file
@@ -55,9 +53,6 @@ def test_nothing_of_the_hosts_is_made_on_it(options: dict[str, Any], tmp_path: P
     def run(rank: int, group: ProcessGroup) -> None:
         with torch.device("meta"):
             ours = Ours(group, momentum, torch.float32, kind=OnHost, check_for_nan_in_grad=True, **options)
-            engine = ours.model.engine
-            numbers = range(len(engine.params))
-            assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, numbers))
             ours.train(range(2))
             file = ours.file()
             state = {"model": dict(ours.module.state_dict()), "optimizer": ours.optimizer.sharded_state_dict()}

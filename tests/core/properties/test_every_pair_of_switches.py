@@ -29,6 +29,7 @@ from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import build
 from megastrategy.core.layout.layout import BufferLayout
+from tests.support.data_path import owners_of
 from tests.support.doubles import (
     EVERYTHING,
     REDUCTIONS,
@@ -165,15 +166,17 @@ class Watched:
             assert len(starts) > len(self.layout.buffers)
 
     def step(self, step: int) -> None:
-        """Every bucket of new weights was gathered once in the step, and module buffers were sent before it."""
+        """Every bucket with a gradient of any rank was gathered once, in the step; module buffers were sent before."""
         config, sent = self.row.config, len(self.collectives.named("broadcast"))
         self.training.step(step)
         if step > 0:  # the order of buckets is broadcast too, once
             assert (len(self.collectives.named("broadcast")) > sent) == config.broadcast_buffers
         gathers = [call for call in self.new_calls() if call.name == "all_gather"]
         sharded = config.use_distributed_optimizer
-        buckets = sorted(bucket.numel for bucket in self.layout.buckets)
-        assert sorted(call.numel for call in gathers) == (buckets if sharded else [])
+        params = self.model.engine.params
+        has_grad = [any(params[index].grad is not None for index in bucket.params) for bucket in self.layout.buckets]
+        numels = [bucket.numel for bucket, flag in zip(self.layout.buckets, has_grad, strict=True) if flag]
+        assert [call.numel for call in gathers] == (numels[::-1] if sharded else [])
         assert {call.dtype for call in gathers} <= {self.row.dtype}
         events = self.new_events()
         assert EventKind.GATHER_START not in events[: events.index(EventKind.STEP_END)]
@@ -214,7 +217,7 @@ def test_with_whole_parameters(row: Row) -> None:
         training = start_ours(run, rank, group, row.config)
         for step in range(run.steps):
             training.step(step)
-        num_owned = len(training.model.engine.owners.rank_of)
+        num_owned = len(owners_of(training.model).rank_of)
         return training.finish(), num_owned
 
     outcomes, owned = zip(*run_ranks(row.num_ranks, train), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +18,8 @@ from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
+from megastrategy.core.data_path.bucket import Bucket
+from megastrategy.core.data_path.gather import Gather
 from megastrategy.core.layout.layout import Spans
 from tests.support.chosen_collectives import Choice, choosing
 from tests.support.engines import engines
@@ -167,26 +169,26 @@ class Forgotten(Handle):
 
 def forget_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first bucket is missing."""
-    launch = LaunchedBuckets.launch
+    launch = Bucket.launch
 
-    def launch_and_forget(self: LaunchedBuckets, bucket: int, buffers: GradBuffers) -> None:
-        launch(self, bucket, buffers)
-        if bucket == 0:
-            self._handles[bucket] = Forgotten(self._handles[bucket])
+    def launch_and_forget(self: Bucket) -> None:
+        launch(self)
+        if self.plan.index == 0 and self._work is not None:
+            self._work = Forgotten(self._work)
 
-    monkeypatch.setattr(LaunchedBuckets, "launch", launch_and_forget)
+    monkeypatch.setattr(Bucket, "launch", launch_and_forget)
 
 
 def forget_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first bucket's parameters is missing."""
-    start = ParamGather.start
+    start = Gather.start
 
-    def start_and_forget(self: ParamGather, bucket: int, spans: Spans | None = None) -> None:
-        start(self, bucket, spans)
-        if bucket == 0:
-            self._handles[bucket] = Forgotten(self._handles[bucket])
+    def start_and_forget(self: Gather, buckets: Sequence[int], spans_of: Mapping[int, Spans]) -> None:
+        start(self, buckets, spans_of)
+        if 0 in self._works:
+            self._works[0] = Forgotten(self._works[0])
 
-    monkeypatch.setattr(ParamGather, "start", start_and_forget)
+    monkeypatch.setattr(Gather, "start", start_and_forget)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])

@@ -21,7 +21,7 @@ from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.memory import memory_use
 from megastrategy.core.layout.owners import Owners
 from megastrategy.core.module.module_checks import param_spec
-from tests.support.held_tensors import tensors_in
+from tests.support.data_path import kept_numel, main_params_of, memory_of
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks, with_instances
 
@@ -76,19 +76,16 @@ def test_tensors_held_equal_the_formula_to_the_byte(
             optimizer.zero_grad()
             model(torch.ones(2, 100, dtype=dtype)).sum().backward()
             optimizer.step()
-        buffers = model.engine.param_buffers
-        flats = buffers.flats if buffers is not None else []
+        flats, held_grads = memory_of(model)
         params = bytes_of([*module.parameters(), *flats])
-        grads = bytes_of(tensors_in(model.engine.grad_buffers))
-        main = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
-        kept = [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        grads = bytes_of(held_grads)
+        main = sum(tensor.nbytes for tensor in main_params_of(optimizer).values())
+        kept = 4 * kept_numel(optimizer)
         use = memory_use(model.layout, rank, state_tensors=2)
-        # That they are where this says is in test_offload.py.
-        on_host = kept if model.layout.offloads_state else []
-        state = [*main, *([] if on_host else kept)]
-        assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
-        assert bytes_of(on_host) == use.host_bytes
-        return params, grads, bytes_of([*state, *on_host])
+        on_host = kept if model.layout.offloads_state else 0  # that they are there is in test_host_state.py
+        assert (params, grads, main + kept - on_host) == (use.param_bytes, use.grad_bytes, use.state_bytes)
+        assert on_host == use.host_bytes
+        return params, grads, main + kept
 
     per_rank = run_ranks(size, run)
     numel = sum(param.numel() for param in wide(dtype).parameters())

@@ -1,37 +1,61 @@
-"""The agreement of any number of ranks, and without a process group."""
+"""The agreement of any number of ranks, without a process group."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megastrategy.core.sync.agreement import Agreement
+
+from megastrategy.core.data_path.agreement import Agreement
 
 
 @st.composite
-def said_by_ranks(draw: st.DrawFn) -> list[Agreement]:
+def facts_of_ranks(draw: st.DrawFn) -> list[Agreement]:
     """The facts of one to five ranks, with as many parameters and buckets on each."""
-    num_params, num_buckets = draw(st.integers(0, 6)), draw(st.integers(0, 4))
+    num_params = draw(st.integers(0, 6))
+    num_buckets = draw(st.integers(0, 4))
+    flags = st.integers(0, 1)
     rank = st.builds(
         Agreement,
-        used=st.lists(st.booleans(), min_size=num_params, max_size=num_params),
-        late=st.lists(st.booleans(), min_size=num_buckets, max_size=num_buckets),
-        microbatch=st.integers(0, 600),
+        used=st.lists(flags, min_size=num_params, max_size=num_params).map(bytes),
+        late=st.lists(flags, min_size=num_buckets, max_size=num_buckets).map(bytes),
+        has_failed=st.booleans(),
         has_nonfinite=st.booleans(),
-        wants_other_order=st.booleans(),
         counting=st.tuples(st.booleans(), st.booleans()),
+        microbatch=st.integers(0, 600),
     )
     return draw(st.lists(rank, min_size=1, max_size=5))
 
 
-@given(said_by_ranks())
-def test_what_some_rank_says_holds_for_all_and_what_has_to_be_one_is_compared(ranks: list[Agreement]) -> None:
-    numbers = [max(of_all) for of_all in zip(*(rank.encode() for rank in ranks), strict=True)]
-    assert all(0 <= number <= 255 for number in numbers), "bytes"
-    agreed = Agreement.decode(numbers, len(ranks[0].used))
-    assert agreed.used == [any(flags) for flags in zip(*(rank.used for rank in ranks), strict=True)]
-    assert agreed.late == [any(flags) for flags in zip(*(rank.late for rank in ranks), strict=True)]
+def agreed_by(ranks: list[Agreement]) -> Agreement:
+    """The agreement of the first rank: the others' bytes are noted before their maximum is given."""
+    sent: list[torch.Tensor] = []
+
+    def note(facts: torch.Tensor) -> None:
+        sent.append(facts.clone())
+
+    def set_maximum(facts: torch.Tensor) -> None:
+        facts.copy_(torch.stack([facts, *sent]).amax(0))
+
+    def collectives(exchange: Any) -> Any:
+        return SimpleNamespace(size=len(ranks), max_of_facts=exchange)
+
+    for rank in ranks[1:]:
+        rank.over_ranks(collectives(note), None)
+    return ranks[0].over_ranks(collectives(set_maximum), None)
+
+
+@given(facts_of_ranks())
+def test_a_flag_of_one_rank_is_a_flag_of_all_and_numbers_are_compared(ranks: list[Agreement]) -> None:
+    agreed = agreed_by(ranks)
+    assert list(agreed.used) == [max(flags) for flags in zip(*(rank.used for rank in ranks), strict=True)]
+    assert list(agreed.late) == [max(flags) for flags in zip(*(rank.late for rank in ranks), strict=True)]
+    assert agreed.has_failed == any(rank.has_failed for rank in ranks)
     assert agreed.has_nonfinite == any(rank.has_nonfinite for rank in ranks)
-    assert agreed.wants_other_order == any(rank.wants_other_order for rank in ranks)
-    last_bits = {rank.microbatch % 256 for rank in ranks if rank.microbatch is not None}
-    assert agreed.microbatch == (last_bits.pop() if len(last_bits) == 1 else None)
     assert agreed.counting == tuple(any(flags) for flags in zip(*(rank.counting for rank in ranks), strict=True))
+    last_bits = {(rank.microbatch or 0) % 256 for rank in ranks}
+    assert (agreed.microbatch is None) == (len(last_bits) > 1)
+    assert agreed.microbatch is None or agreed.microbatch % 256 in last_bits

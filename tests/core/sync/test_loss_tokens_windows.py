@@ -264,21 +264,13 @@ def test_a_window_has_the_counts_of_its_own_backwards(mode: str, before: Callabl
     assert_same(last_grads(2, then_drop, **MODES[mode]), last_grads(2, lambda setup: None, **MODES[mode]))
 
 
-@pytest.mark.parametrize("who", ["model", "optimizer", "grads"])
+@pytest.mark.parametrize("who", ["model", "optimizer"])
 @pytest.mark.parametrize("synced", [False, True])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_gradients_that_were_zeroed_in_place_are_gone(mode: str, synced: bool, who: str) -> None:
     def before(setup: Setup) -> None:
         setup.backward(0, sync=synced)
-        if who == "grads":
-            if not synced and mode != "pooled":
-                setup.model.zero_grad()  # in-place changes of what is still accumulating are the user's own
-                return
-            for param in setup.module.parameters():
-                if param.grad is not None:
-                    param.grad.zero_()
-        else:
-            (setup.model if who == "model" else setup.optimizer).zero_grad(set_to_none=False)
+        (setup.model if who == "model" else setup.optimizer).zero_grad(set_to_none=False)
 
     found = last_grads(2, before, **MODES[mode])
     for mine, theirs in zip(found, last_grads(2, lambda setup: None, **MODES[mode]), strict=True):

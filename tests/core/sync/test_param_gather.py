@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +20,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
+from tests.support.data_path import buffers_of
 from tests.support.doubles import DelayingCollectives, FailingCollectives
 from tests.support.models import awkward_model, images
+from tests.support.patience import HANG_S
 from tests.support.ranks import run_ranks, try_ranks
 
 CHOICES = (False, True)
@@ -40,9 +45,11 @@ def config(overlap: bool) -> DistributedDataParallelConfig:
 class Setup:
     """A model with gathers that take a while, one step done."""
 
-    def __init__(self, group: ProcessGroup, overlap: bool = True, delay_s: float = 0.02) -> None:
+    def __init__(
+        self, group: ProcessGroup, overlap: bool = True, delay_s: float = 0.02, module: nn.Module | None = None
+    ) -> None:
         self.events: list[Event] = []
-        self.module = net()
+        self.module: Any = net() if module is None else module
         collectives = DelayingCollectives(group, delay_s, ("all_gather",))
         self.model = DistributedDataParallel(
             self.module, config(overlap), collectives=collectives, listener=self.events.append
@@ -177,39 +184,55 @@ def test_whoever_reads_a_parameter_first_gets_the_new_one(reader: str) -> None:
             assert torch.equal(value, expected[name.removeprefix("module.")]), name
         setup.model.finish_param_gather()
         assert not any(setup.awaited())
-        assert not any(module._forward_pre_hooks for module in setup.module.modules())
         setup.model.close()
+        assert not any(module._forward_pre_hooks for module in setup.module.modules())
 
     run_ranks(2, run)
 
 
 def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
     """An extension's kernel takes the memory: no function of torch sees the parameter."""
-    (weight, *_) = expected_weights()
 
-    class Raw(nn.Module):
-        def __init__(self, weight: Parameter) -> None:
-            super().__init__()
-            self.weight = weight
+    class Raw(nn.Linear):
+        memory: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.tensor(self.memory.tolist())
+            return super().forward(x) if self.memory is None else self.memory.clone()
 
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, False)
-        raw = Raw(setup.module[0].weight)
-        setup.module.append(raw)
-        raw.memory = setup.module[0].weight.detach()
-        deferring = setup.model.engine.param_gather
-        before = raw.memory.clone()
-        setup.model.engine.param_buffers.bucket(0)
-        for bucket in reversed(setup.model.layout.buckets):
-            deferring.start(bucket.index)
-        deferring.wait_on_first_read()
-        assert torch.equal(raw(torch.ones(1)), before)
-        assert type(raw.weight) is Parameter
-        assert torch.equal(before, weight)
+    def run(rank: int, group: ProcessGroup, overlap: bool) -> Tensor:
+        module = net()
+        module[2].__class__ = Raw
+        setup = Setup(group, overlap, module=module)
+        setup.model.finish_param_gather()
+        memory = module[2].weight.detach()
+        setup.step()
+        module[2].memory = memory
+        assert (type(module[2].weight) is not Parameter) == overlap
+        weight: Tensor = module[2](torch.ones(1))
         setup.model.close()
+        return weight
+
+    found = [run_ranks(2, lambda rank, group, o=overlap: run(rank, group, o)) for overlap in CHOICES]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_dropped_wrapper_leaves_no_hooks_and_no_buffers() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, delay_s=0.0)
+        module = setup.module
+        buffers = [weakref.ref(flat) for flat in buffers_of(setup.model)[0]]
+        setup.model.finish_param_gather()
+        setup.optimizer.zero_grad()
+        del setup
+        deadline = time.monotonic() + HANG_S
+        while any(child._forward_pre_hooks for child in module.modules()):
+            assert time.monotonic() < deadline
+            gc.collect()  # returns at once while another rank's thread collects
+        assert module(torch.ones(1, 20)).isfinite().all()
+        del module
+        while any(flat() is not None for flat in buffers):
+            assert time.monotonic() < deadline
+            gc.collect()
 
     run_ranks(2, run)
 
@@ -226,7 +249,7 @@ def test_failed_step_leaves_no_gather_pending() -> None:
         inner.__class__ = Fails
         with pytest.raises(ZeroDivisionError):
             setup.step()
-        assert not setup.model.engine.param_gather._handles
+        assert not any(setup.awaited())
         setup.model.close()
 
     run_ranks(2, run)
