@@ -27,6 +27,8 @@ from .checkpoint import (
     require_everybody,
     whole_main_params,
     whole_state,
+    with_device,
+    without_device,
 )
 from .collectives import CALL_ON_EVERY_RANK
 from .data_path import (
@@ -415,19 +417,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_runs:  # the user's optimizer calls its hooks itself
             return whole_state(impl, impl.inner.state_dict)
         with impl.calls_allowed():
-            return save_with_hooks(
-                impl.inner,
-                self,
-                lambda: whole_state(impl, lambda: self._gathered(STATE)[0]),
+            return with_device(
+                save_with_hooks(
+                    impl.inner, self, lambda: whole_state(impl, lambda: self._gather(STATE, state.full_state))
+                )
             )
 
-    def _gathered(self, what: str) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def _gather(self, what: str, gather: Callable[[ShardedOptimizer], Any]) -> Any:
         impl = self._impl
         if impl.is_sharded:
             # By number: one rank's call for the first of two optimizers must not meet another's for the second.
             which = f" (number {self._number})" if self._number > 1 else ""
             impl.engine.collectives.require_all_ranks(f"{what} of a sharded optimizer{which}")
-        return state.full_state(impl)
+        return gather(impl)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.
@@ -443,6 +445,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if plain is not None:
             plain.load_state_dict(state_dict)
             return
+        state_dict = without_device(state_dict)
         is_complete = "state" in state_dict  # otherwise a hook converts it from another format
         if is_complete:
             state_dict = self._completed(state_dict)
@@ -483,7 +486,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_plain = self._given_back() is not None
 
         def gather() -> dict[str, Tensor] | None:
-            return dict(impl.last_main_params) if is_plain else self._gathered(MAIN_PARAMS)[1]
+            return dict(impl.last_main_params) if is_plain else self._gather(MAIN_PARAMS, state.full_main_params)
 
         return whole_main_params(impl, gather)
 

@@ -14,6 +14,7 @@ from .model_parallel import (
     whole_state,
 )
 from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory
+from .torch_helpers import with_device, without_device
 
 __all__ = [
     "EXTRA_FILE",
@@ -34,4 +35,6 @@ __all__ = [
     "require_everybody",
     "whole_main_params",
     "whole_state",
+    "with_device",
+    "without_device",
 ]

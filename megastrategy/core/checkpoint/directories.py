@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..layout import ParamSpec
+from ..layout import ParamSpec, dense_stride
 from ..module import CutParam
 from ..optimizer import MAIN_PARAM, LocalState, Parts, ShardedOptimizer, state
 from ..states import FlatShard, as_saved, groups_as_saved, per_element_keys
@@ -44,12 +44,15 @@ def parts_to_write(optimizer: ShardedOptimizer) -> dict[str, Any]:
     states: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     with_runs = engine.index_by_id.keys() if optimizer.has_runs else set()
-    others = {
+    without_runs = {
         id(param): param
         for param in optimizer.params()
         if id(param) not in with_runs and (is_first or id(param) not in extra)
     }
-    for key, values in as_saved(optimizer.inner, others).items():
+    for name, main in optimizer.frozen_main_params.items():
+        if model.name_in_model(name) == name:
+            main_params[name] = _of_part(main, cut.get(name))
+    for key, values in as_saved(optimizer.inner, without_runs).items():
         name = names[key]
         if model.name_in_model(name) == name:  # otherwise the first stage writes it
             states[name] = {what: _of_part(value, cut.get(name)) for what, value in values.items()}
@@ -120,7 +123,7 @@ def read_parts(optimizer: ShardedOptimizer, directory: OpenDirectory, key: str) 
         groups = saved["param_groups"]
         for group in optimizer.engine.model_parallel.states:
             groups = group.divide_groups(optimizer, groups)
-        targets.load(saved.get("state", {}), saved.get("main_params", {}), groups)
+        targets.load(saved.pop("state", {}), saved.pop("main_params", {}), groups)
 
     return load
 
@@ -143,6 +146,10 @@ class _Targets:
         with_runs = engine.index_by_id if optimizer.has_runs else {}
         here = set(map(id, optimizer.model_params()))
         self._indices = {self.names[id_]: index for id_, index in with_runs.items() if id_ in here}
+        self._dense = {  # shapes and strides of parameters that this rank steps in full
+            self.names[id(param)]: (tuple(param.shape), dense_stride(param.shape, param.stride()))
+            for param in optimizer.params()
+        }
         self._per_element = per_element_keys(_sizes_of_state(directory.metadata, key), _names(optimizer))
         self._cut = _cut_params(optimizer)
         self._elsewhere_owned: list[tuple[int, str]] = []  # element-wise values of which this rank reads nothing
@@ -160,7 +167,7 @@ class _Targets:
         # Raised before anything is loaded: without this entry the rank would resume a different optimizer.
         if name not in self._present:
             raise CheckpointError(
-                f"{self._path} has state {what!r} of a parameter {name!r}, which the model does not have"
+                f"{self._path} has {_described(what)} of a parameter {name!r}, which the model does not have"
             )
         if what != MAIN_PARAM and what not in self._per_element:
             return torch.empty(size, dtype=dtype, device="cpu")
@@ -171,12 +178,15 @@ class _Targets:
         part = self._cut.get(name)
         is_flat = index is not None and self._optimizer.is_flat(index)
         if part is None and not is_flat:  # it may be any state of this name, also one that is not element-wise
+            shape, stride = self._dense.get(name, (None, ()))
+            if shape == size:
+                return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
             return torch.empty(size, dtype=dtype, device="cpu")
         layout = self._optimizer.engine.layout
         expected = part.shape if part is not None else layout.params[self._indices[name]].shape
         if size != expected:
             raise CheckpointError(
-                f"{self._path} has state {what!r} of parameter {name!r} in shape {size}, the parameter has "
+                f"{self._path} has {_described(what)} of parameter {name!r} in shape {size}, the parameter has "
                 f"{expected}: it is of another model"
             )
         if index is None or not is_flat:
@@ -193,29 +203,34 @@ class _Targets:
         )
 
     def load(
-        self, states: Mapping[str, Any], main_params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+        self, states: dict[str, dict[str, Any]], main_params: dict[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Loads the values that were read."""
+        """Loads the values that were read, out of these dictionaries."""
         optimizer = self._optimizer
         specs = optimizer.engine.layout.params
-        by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in states.items()}
-        for name, main in main_params.items():
-            by_name.setdefault(name, {})[MAIN_PARAM] = main
+        name_in_model = optimizer.engine.model_parallel.name_in_model
+        optimizer.frozen_main_params = {
+            name: _shaped(main_params.pop(name_in_model(name))).float()
+            for name in state.frozen_params(optimizer)
+            if name_in_model(name) in main_params
+        }
         local: LocalState = {}
         for index, what in self._elsewhere_owned:
             local.setdefault(index, {})[what] = Parts()
-        for name, values in by_name.items():
-            if name in self._indices:
-                index = self._indices[name]
-                for what, value in values.items():
-                    local.setdefault(index, {})[what] = _as_local(specs[index], what, value, optimizer.is_flat(index))
-        others: dict[Tensor, dict[str, Any]] = {
-            param: {what: _shaped(value) for what, value in by_name.get(self.names[id(param)], {}).items()}
+        for name, index in self._indices.items():
+            values = states.pop(name, {})
+            if specs[index].has_main_param and name in main_params:
+                values[MAIN_PARAM] = main_params.pop(name)
+            for what in list(values):  # out of them, since a converted value is a copy
+                value = _as_local(specs[index], what, values.pop(what), optimizer.is_flat(index))
+                local.setdefault(index, {})[what] = value
+        without_runs: dict[Tensor, dict[str, Any]] = {
+            param: {what: _shaped(value) for what, value in states.pop(self.names[id(param)], {}).items()}
             for param in optimizer.params()
             if self.names[id(param)] not in self._indices
         }
         optimizer.prepare()
-        state.load_groups(optimizer, groups, others, {})
+        state.load_groups(optimizer, groups, without_runs, {})
         state.put(optimizer, local)
 
 
@@ -223,14 +238,19 @@ def _names(optimizer: ShardedOptimizer) -> set[str] | None:
     return set(optimizer.element_names) if optimizer.element_names is not None else None
 
 
+def _described(what: str) -> str:
+    return "main param" if what == MAIN_PARAM else f"state {what!r}"
+
+
 def _shaped(value: Any) -> Any:
     return value.as_part() if isinstance(value, FlatShard) else value
 
 
 def _as_local(spec: ParamSpec, what: str, value: Any, is_flat: bool) -> Any:
-    if not isinstance(value, FlatShard) or not is_flat:
-        return state.as_loaded(spec, what, _shaped(value))
-    return Parts([(value.start, state.as_loaded(spec, what, value.local))])
+    """Returns a value that was read, in the dtype that torch's ``load_state_dict`` gives it."""
+    if isinstance(value, FlatShard) and is_flat:
+        return Parts([(value.start, value.local.to(state.loaded_dtype(spec, what, value.dtype)))])
+    return state.as_loaded(spec, what, _shaped(value))
 
 
 def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:

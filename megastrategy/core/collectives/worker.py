@@ -52,6 +52,7 @@ class Worker:
         kind = RuntimeError
         while (job := self._jobs.get()) is not None:
             future, run = job
+            del job
             begun_ns = time.perf_counter_ns()
             try:
                 if failure:
@@ -65,7 +66,9 @@ class Worker:
                     # The same kind, so that a wait for a later job also reports a failed collective.
                     kind = CollectiveError if isinstance(error, CollectiveError) else RuntimeError
                     failure = f"one before it had failed: {error}"
+                del run
                 future.set_exception(error)
             else:
+                del run  # before the caller goes on, whose next tensors would be alive beside these
                 future.set_result((begun_ns, time.perf_counter_ns()))
-            del future, run, job  # or the idle thread would keep tensors alive
+            del future  # or the idle thread would keep its result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..states import to_host
+from ..states import copy_to_host
 
 Range = tuple[int, int]
 Ranges = Sequence[Range]
@@ -69,30 +69,34 @@ def _send_round(
 ) -> None:
     starts = [start for start, _ in mine]
 
-    def write(start: int, end: int, values: Tensor) -> None:
-        place = bisect.bisect_right(starts, start) - 1
-        offset = starts[place]
-        results[place][start - offset : end - offset].copy_(values)
-
-    def write_all(ranges: Ranges, parts: list[Tensor]) -> None:
-        for (start, end), part in zip(ranges, to_host(parts) if onto_host else parts, strict=True):
-            write(start, end, part)
+    def write(ranges: Ranges, parts: Sequence[Tensor]) -> None:
+        places = []
+        for start, end in ranges:
+            number = bisect.bisect_right(starts, start) - 1
+            places.append(results[number][start - starts[number] : end - starts[number]])
+        if onto_host:
+            copy_to_host(parts, places)
+        elif places:
+            torch._foreach_copy_(places, list(parts))
 
     peers = [rank for rank in range(ranks.size) if rank != ranks.rank]
     local = intersect(held[ranks.rank], wanted[ranks.rank])
-    write_all(local, [read(start, end) for start, end in local])
+    write(local, [read(start, end) for start, end in local])
     if not peers:
         return
     sent = {rank: intersect(held[ranks.rank], wanted[rank]) for rank in peers}
     received = {rank: intersect(held[rank], wanted[ranks.rank]) for rank in peers}
     parts = [read(start, end).to(empty) for ranges in sent.values() for start, end in ranges]
     packed = torch.cat(parts) if parts else empty
+    del parts
     sizes = [_numel(sent.get(rank, ())) for rank in range(ranks.size)]
     received_sizes = [_numel(received.get(rank, ())) for rank in range(ranks.size)]
     values = empty.new_empty(sum(received_sizes))
     ranks.all_to_all(values, packed, received_sizes, sizes).wait()
+    if onto_host and received:
+        ranks.wait_for_device(empty.device, "all-to-all")  # the host copies next, and a rank may be gone
     ranges = [one for of_rank in received.values() for one in of_rank]
-    write_all(ranges, list(values.split([end - start for start, end in ranges])))
+    write(ranges, values.split([end - start for start, end in ranges]))
 
 
 def intersect(first: Ranges, second: Ranges) -> list[Range]:

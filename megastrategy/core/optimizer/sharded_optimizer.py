@@ -41,8 +41,10 @@ class ShardedOptimizer:
         inner: the user's optimizer.
         extra_params: its parameters that are not the model's.
         runs: the tensors that it steps; empty until the first step after the plan was made.
+        has_made_runs: whether that step was reached; a rank may own no run then.
         pending, pending_layout: state that was loaded, or existed, before there were runs, and its plan.
         loaded: parameters whose state was loaded, and has not been converted by the optimizer's ``load_state_dict``.
+        frozen_main_params: loaded main params of parameters that were never trained, on the host, by name.
         last_main_params: after the model was closed, its main params by name, on rank 0.
         element_names: the names of element-wise state; None without trials.
         num_steps_begun, num_steps_done: steps that began to change weights, and completed ones.
@@ -57,9 +59,11 @@ class ShardedOptimizer:
         self.is_sharded = engine.is_sharded
         self.has_runs = not engine.steps_params_themselves
         self.runs: list[Run] = []
+        self.has_made_runs = False
         self.pending: state.LocalState = {}
         self.pending_layout: BufferLayout | None = None
         self.loaded: set[int] = set()
+        self.frozen_main_params: dict[str, Tensor] = {}
         self.last_main_params: dict[str, Tensor] = {}
         self.element_names = findings.element_names if findings is not None else None
         self.num_steps_begun = 0
@@ -239,7 +243,7 @@ class ShardedOptimizer:
         self._check_not_whole_elsewhere()
         self._check_not_divided()
         named = state.local_state(self)
-        if not self.runs and named:
+        if not self.has_made_runs and named:
             named = state.moved(self, named, self.pending_layout or memory.layout)
             self.pending = {}
         for run in self.runs:
@@ -278,6 +282,7 @@ class ShardedOptimizer:
     def set_runs(self, runs: Sequence[Run]) -> None:
         """Steps these from now on."""
         self.runs = list(runs)
+        self.has_made_runs = True
         self._runs_of = {bucket.plan.index: [] for bucket in self._buckets}
         for run in self.runs:
             self._runs_of[run.bucket].append(run)

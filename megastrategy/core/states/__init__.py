@@ -1,8 +1,8 @@
 """An optimizer's state in host memory, on the wire, and as a part of a full tensor."""
 
 from .flat_shard import FlatShard
-from .host_copies import to_host
-from .pickled_states import entries_of_rank_zero, gather_states
+from .host_copies import copy_to_host, to_host
+from .pickled_states import entries_of_rank_zero, gather_states, gather_states_everywhere
 from .saved_state import (
     MAIN_PARAMS,
     STATE,
@@ -20,8 +20,10 @@ __all__ = [
     "FlatShard",
     "as_saved",
     "copied",
+    "copy_to_host",
     "entries_of_rank_zero",
     "gather_states",
+    "gather_states_everywhere",
     "groups_as_saved",
     "number_params",
     "per_element_keys",

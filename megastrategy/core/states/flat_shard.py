@@ -57,6 +57,14 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[
         yield (row, *offsets), (1, *sizes)
 
 
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Returns a 1-D view with a storage of exactly its elements, in the same memory. torch's writer copies every tensor
+    whose storage is larger, and keeps all copies until the file is complete."""
+    start = part.storage_offset() * part.itemsize
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return part.new_empty(0).set_(storage, 0, (part.numel(),), (1,))
+
+
 class FlatShard(Tensor):
     """Elements ``[start, start + local.numel())`` of a tensor, in the order of its memory.
 
@@ -147,7 +155,7 @@ class FlatShard(Tensor):
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
-                part = self.local[taken : taken + numel].view([sizes[dim] for dim in order])
+                part = _with_own_storage(self.local[taken : taken + numel]).view([sizes[dim] for dim in order])
                 return part.permute([order.index(dim) for dim in range(len(order))])
             taken += numel
         raise ValueError(f"{self!r} has no part at {index.offset}")

@@ -11,7 +11,7 @@ writes remains.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,20 @@ def to_host(state: Any) -> Any:
     """Copies nested state to host memory, where later steps do not change it: for asynchronous saves, for example."""
     pairs: list[tuple[Tensor, Tensor]] = []
     copied = tree_map(lambda value: _copy(value, pairs), state)
+    copy_to_host([source for source, _ in pairs], [target for _, target in pairs])
+    return copied
+
+
+def copy_to_host(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copies contiguous tensors of any devices into contiguous host memory."""
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for source, target in pairs:
+    for source, target in zip(sources, targets, strict=True):
         by_device.setdefault(source.device, []).append((source, target))
     for device, of_device in by_device.items():
-        _fill(of_device, device)
-    return copied
+        if devices.is_on_host(device):
+            torch._foreach_copy_([target for _, target in of_device], [source for source, _ in of_device])
+        else:
+            _fill(of_device, device)
 
 
 def _copy(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:

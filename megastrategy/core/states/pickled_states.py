@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..collectives import Collectives, bytes_of
 
@@ -25,8 +26,14 @@ States = list[tuple[Any, Mapping[str, Any]]]
 def packed(states: States) -> bytearray:
     """Returns states as bytes."""
     file = io.BytesIO()
-    torch.save(states, file)
+    # A view would be written with all of its storage.
+    torch.save([(key, tree_map(_without_other_elements, values)) for key, values in states], file)
     return bytearray(file.getbuffer())
+
+
+def _without_other_elements(value: Any) -> Any:
+    is_view = type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_view else value
 
 
 def unpacked(data: Any) -> States:
@@ -86,6 +93,16 @@ def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[An
             found += unpacked(bytes_of(sent))
     keys = list(every[0])
     return {keys[place]: value for place, value in found} if lacks_some[ranks.rank] else saved
+
+
+def gather_states_everywhere(
+    own: Mapping[Any, Mapping[str, Any]], collectives: Collectives
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yields every owner's states on every rank; see :func:`gather_states`. Collective, between hosts."""
+    rounds = _rounds(own)
+    while any(parts := collectives.all_gather_bytes(bytes(next(rounds, b"")))):
+        for data in filter(None, parts):
+            yield from unpacked(data)
 
 
 def _rounds(own: Mapping[Any, Any]) -> Iterator[bytearray]:

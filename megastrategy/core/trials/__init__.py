@@ -7,7 +7,7 @@ each parameter by itself (``per_parameter``) as whole parameters by their owners
 from .elementwise import Findings, check_fp32_state, check_main_param_steps
 from .known_findings import KnownFindings
 from .later_trials import LaterTrials
-from .values import NotForShardsError, is_per_element
+from .values import NotForShardsError, describe_undividable, is_per_element
 
 __all__ = [
     "Findings",
@@ -16,5 +16,6 @@ __all__ = [
     "NotForShardsError",
     "check_fp32_state",
     "check_main_param_steps",
+    "describe_undividable",
     "is_per_element",
 ]

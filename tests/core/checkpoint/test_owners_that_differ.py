@@ -44,7 +44,7 @@ def one_weight(make: Callable[[Any], torch.optim.Optimizer], group: ProcessGroup
 
 
 def step(optimizer: DistributedOptimizer, gradients: Tensor) -> None:
-    model = optimizer._impl.shard_set.engine.module
+    model = optimizer._impl.engine.module
     (model.weight * gradients).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -61,7 +61,7 @@ def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -
 
     def run(rank: int, group: ProcessGroup) -> None:
         optimizer = one_weight(SGDWithPeaks, group)
-        own = optimizer._impl.shard_set.layout.owned_range(0, holder)
+        own = optimizer._impl.engine.layout.owned_range(0, holder)
         assert own is not None
         gradients = torch.ones(1, 96)
         gradients[0, own[0]] = LARGE

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.shards.flat_run import CACHE_BLOCK_NUMEL
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from tests.support.data_path import NEW
+from megastrategy.core.optimizer.runs import HOST_BLOCK_NUMEL
 from tests.support.many_params import (
     ALL,
     Many,
@@ -34,12 +33,7 @@ def test_two_hundred_parameters_are_stepped_as_one_tensor_a_bucket() -> None:
         for _ in range(3):
             setup.step(list(range(200)), 1.0)
             assert [[len(tensors) for tensors in call] for call in setup.stepped] == [[buckets]]
-        if NEW:
-            assert len(setup.optimizer.state) == buckets
-            return
-        assert len(setup.optimizer.state) == sum(
-            setup.model.layout.owned_range(i, rank) is not None for i in range(200)
-        ), "but the state is shown by parameter"
+        assert len(setup.optimizer.state) == buckets
 
     run_ranks(2, run)
 
@@ -99,8 +93,8 @@ def test_a_fused_kernel_that_rounds_the_last_elements_differently_gets_them_as_t
     run_ranks(2, run)
 
 
-def test_parameters_without_gradients_are_kept_apart_once_and_come_back_as_one() -> None:
-    """A stretch that is frozen for a while costs one tensor more, not one a parameter."""
+def test_runs_are_divided_once_not_by_parameter() -> None:
+    """Neighbours that pause together stay one tensor."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, Many(12), momentum, bucket_size=10**6)
@@ -110,10 +104,7 @@ def test_parameters_without_gradients_are_kept_apart_once_and_come_back_as_one()
             setup.step(used, 1.0)
             ((tensors,),) = setup.stepped
             counts.append(len(tensors))
-        if NEW:
-            assert counts == [1, 3, 3, 3, 3], "divided for good, into what is before, between and after"
-        else:
-            assert counts == [1, 2, 2, 3, 3], "before, after and, when it is back, between"
+        assert counts == [1, 3, 3, 3, 3], "divided for good, into what is before, between and after"
 
     run_ranks(2, run)
 
@@ -142,7 +133,7 @@ def test_groups_are_stepped_with_their_own_options() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, options: dict[str, bool]) -> None:
-    numel = 2 * (3 * CACHE_BLOCK_NUMEL + 128)
+    numel = 2 * (3 * HOST_BLOCK_NUMEL + 128)
 
     def make(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.1, **options)
@@ -151,23 +142,10 @@ def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, o
         setup = Setup(group, Many(1, numel, dtype), make)
         setup.step([0], 1.0)
         sizes = [tensor.numel() for tensor in setup.stepped[0][0]]
-        blocks = [CACHE_BLOCK_NUMEL] * 3 + [128]
-        if NEW:
-            assert sizes == ([numel // 2] if options.get("fused") else blocks)
-            for _ in range(2):
-                setup.step([0], 1.0)
-            return setup.optimizer.state_dict()
-        assert sizes == [numel // 2], "the state comes into being in one piece"
-        before = {name: value for values in setup.optimizer.state.values() for name, value in values.items()}
+        blocks = [HOST_BLOCK_NUMEL] * 3 + [128]
+        assert sizes == ([numel // 2] if options.get("fused") else blocks)
         for _ in range(2):
             setup.step([0], 1.0)
-            sizes = [tensor.numel() for tensor in setup.stepped[0][0]]
-            assert sizes == ([numel // 2] if options else blocks)
-        (after,) = setup.optimizer.state.values()
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert after[name].data_ptr() == before[name].data_ptr(), "no copy was made on the way"
-            assert after[name].shape == (numel // 2,)
-        assert after["step"].item() == 3
         return setup.optimizer.state_dict()
 
     state, _ = run_ranks(2, run)

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.shards.param_shard import ParamShard
-from megastrategy.core.shards.saved_state import cut_value
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedOptimizer
-from megastrategy.core.layout.layout import ParamSpec
+from megastrategy.core.states import copied
 from tests.support import optimizers
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
@@ -94,10 +92,8 @@ class Coded(Tensor):
 
 def test_a_quantised_tensor_in_a_loaded_state_is_copied_by_its_parts() -> None:
     """The caller's stay the caller's; nothing is asked of the class but its parts."""
-    spec = ParamSpec("p", (6,), (1,), torch.float32, torch.float32)
-    shard = ParamShard(0, 0, 6, torch.zeros(6), torch.zeros(6))
     given = Coded(torch.arange(6, dtype=torch.int8), torch.ones(1))
-    taken = cut_value(given, spec, shard, "state", set())
+    taken = copied(given)
     taken.codes += 1
     assert given.codes.tolist() == [0, 1, 2, 3, 4, 5]
     assert taken.codes.tolist() == [1, 2, 3, 4, 5, 6]
