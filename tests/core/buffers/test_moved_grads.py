@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 

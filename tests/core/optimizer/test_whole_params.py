@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megastrategy.core.engine.relayout import relayout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

@@ -9,9 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from megastrategy.core.buffers import GradBuffers
-from megastrategy.core.sync.launched_buckets import LaunchedBuckets
-from megastrategy.core.sync.param_gather import ParamGather
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
