@@ -4,6 +4,7 @@ A wrong argument of a user is a ``ValueError``.
 """
 
 from .core.errors import (
+    BackwardFailedError,
     BatchMismatchError,
     BucketInFlightError,
     CheckpointError,
@@ -26,6 +27,7 @@ from .core.errors import (
 )
 
 __all__ = [
+    "BackwardFailedError",
     "BatchMismatchError",
     "BucketInFlightError",
     "CheckpointError",

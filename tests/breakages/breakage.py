@@ -62,8 +62,6 @@ def _places(package: Path) -> dict[str, list[tuple[Path, int, int]]]:
     """Returns the file, first line and last line of each definition, by qualified name; several may have one name."""
     places = collections.defaultdict(list)
     for path in sorted(package.rglob("*.py")):
-        if path.parent.name == "data_path":  # not what runs yet, and its classes have the old path's names
-            continue
         for name, node in _definitions(ast.parse(path.read_text(encoding="utf-8")), ""):
             places[name].append((path, node.lineno, node.end_lineno or node.lineno))
     return places

@@ -35,6 +35,7 @@ PUBLIC = {
     "megastrategy.data": ["ResumableSampler"],
     "megastrategy.pipeline": ["Pipeline", "load_whole_state_dict", "whole_state_dict"],
     "megastrategy.errors": [
+        "BackwardFailedError",
         "BatchMismatchError",
         "BucketInFlightError",
         "CheckpointError",

@@ -100,7 +100,7 @@ class Gather:
     def start(self, buckets: Sequence[int], spans_of: Mapping[int, Spans]) -> None:
         """Launches the gathers of these buckets; of some only the elements ``spans_of`` are sent."""
         self.missing.update(buckets)
-        if buckets:
+        if self._overlaps and buckets:
             self._stream = devices.current_stream(self._weights[0].device)
         for bucket in buckets:
             emit(self._listener, EventKind.GATHER_START, bucket)
@@ -139,7 +139,7 @@ class Gather:
     def wait(self, buckets: Iterable[int]) -> None:
         """Waits for these buckets, of which some may have arrived."""
         works = self._works
-        pending = [bucket for bucket in buckets if bucket in works]
+        pending = list(filter(works.__contains__, buckets))
         if not pending:
             return
         emit(self._listener, EventKind.WAIT_START, 1)
@@ -150,11 +150,12 @@ class Gather:
                     emit(self._listener, EventKind.GATHER_END, bucket, works.pop(bucket).ran_ns)
                     if self._can_overlap[bucket]:
                         _set_classes(self._params[bucket], Parameter)
-                # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
-                # forward would otherwise read weights for which its own stream has not waited.
-                reader = devices.current_stream(self._weights[0].device)
-                if reader != self._stream:
-                    self._stream.wait_stream(reader)
+                if self._overlaps:
+                    # After a read on another stream (an average of the weights, a checkpoint's copy) the loop's next
+                    # forward would otherwise read weights for which its own stream has not waited.
+                    reader = devices.current_stream(self._weights[0].device)
+                    if reader != self._stream:
+                        self._stream.wait_stream(reader)
         except CollectiveError:
             self.missing.update(works)
             self._forget()

@@ -12,22 +12,19 @@ from hypothesis import strategies as st
 from megastrategy.core.data_path.agreement import Agreement
 
 
-@st.composite
-def facts_of_ranks(draw: st.DrawFn) -> list[Agreement]:
+def facts_of_ranks() -> st.SearchStrategy[list[Agreement]]:
     """The facts of one to five ranks, with as many parameters and buckets on each."""
-    num_params = draw(st.integers(0, 6))
-    num_buckets = draw(st.integers(0, 4))
-    flags = st.integers(0, 1)
+    flags = st.binary(min_size=6, max_size=6).map(lambda drawn: bytes(byte % 2 for byte in drawn))
     rank = st.builds(
         Agreement,
-        used=st.lists(flags, min_size=num_params, max_size=num_params).map(bytes),
-        late=st.lists(flags, min_size=num_buckets, max_size=num_buckets).map(bytes),
+        used=flags,
+        late=flags,
         has_failed=st.booleans(),
         has_nonfinite=st.booleans(),
         counting=st.tuples(st.booleans(), st.booleans()),
         microbatch=st.integers(0, 600),
     )
-    return draw(st.lists(rank, min_size=1, max_size=5))
+    return st.lists(rank, min_size=1, max_size=5)
 
 
 def agreed_by(ranks: list[Agreement]) -> Agreement:
