@@ -79,9 +79,9 @@ class DistributedDataParallelConfig:
 
     overlap_grad_reduce: bool = True
     """Launch a bucket's reduction as soon as its last gradient has arrived, while backward continues; off: all of them
-    at the end of backward, in the same order and with the same result. If a model runs in a different order than it is
-    registered, the first synchronised backward ends with one move to buckets in the order that was observed,
-    unless an optimizer has loaded state by then. Megatron-core's ``overlap_grad_reduce``."""
+    at the end of backward, in the same order and with the same result. Buckets follow the order in which the gradients
+    of the first synchronised backward arrive, which therefore has no overlap itself. Megatron-core's
+    ``overlap_grad_reduce``."""
 
     use_distributed_optimizer: bool = True
     """Reduce-scatter the gradients and shard the optimizer over the ranks; off: all-reduce, and every rank steps the

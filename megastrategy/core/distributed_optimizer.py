@@ -45,13 +45,14 @@ from .events import profiler_range
 from .optimizer import (
     GuardedState,
     ShardedOptimizer,
-    StepArguments,
     check_optimizer,
     forwarding_members,
+    has_others,
     join_norm,
     load_with_hooks,
     not_shardable,
     save_with_hooks,
+    split_closure,
     state,
     take_back,
     unguarded_state,
@@ -206,12 +207,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     raise grad.error("step() of an optimizer whose model was closed, or wrapped again since,")
             return plain.step(*args, **kwargs)
         impl = self._impl
-        arguments = StepArguments(args, kwargs)
+        closure, others = split_closure(args, kwargs)
         reducer = impl.engine.reducer
         if not impl.has_runs and reducer.replicas is None:
-            return impl.step_params(arguments)
-        others = arguments.without_closure()
-        if others and impl.is_sharded:
+            return impl.step_params(others, closure)
+        if impl.is_sharded and has_others(others):
             raise OptimizerNotShardableError(
                 f"step() of a sharded {type(impl.inner).__name__} accepts a closure and no other arguments. Leave them "
                 f"out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as under torch "
@@ -219,7 +219,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         result = None
         # Before the gradients are reduced, as torch's optimizers call it before they read any.
-        closure = arguments.closure
         if closure is not None:
             with torch.enable_grad():
                 result = closure()

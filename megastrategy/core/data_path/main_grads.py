@@ -62,9 +62,6 @@ class MainGrads:
         self._fused: dict[int, _Fused] = {}  # by parameter
         self._is_open = False  # from the begin of a backward at an output, until its end
 
-    def __bool__(self) -> bool:
-        return bool(self._fused)
-
     def include(self, layout: BufferLayout, params: Sequence[Parameter], first: int, *, have_place: bool) -> None:
         """Includes the parameters from number ``first`` on, with memory of their own until there is a plan.
 
@@ -120,7 +117,7 @@ class MainGrads:
 
     def check_begun(self) -> None:
         """Raises MainGradError for a backward that began at no output: a kernel may have run before any hook."""
-        if self._fused and not self._is_open:
+        if not self._is_open:
             raise _error(
                 next(iter(self._fused.values())).name,
                 "or will, in a backward that starts from no output of the model's forward: compute the loss from what "
@@ -166,11 +163,10 @@ class MainGrads:
 
     def forget(self, params: Collection[Parameter]) -> None:
         """Forgets what layers have added for these parameters, whose gradients are dropped."""
-        if self._fused:
-            dropped = set(map(id, params))
-            for fused in self._fused.values():
-                if id(fused.param) in dropped:
-                    pop_added_flag(fused.param)
+        dropped = set(map(id, params))
+        for fused in self._fused.values():
+            if id(fused.param) in dropped:
+                pop_added_flag(fused.param)
 
     def close(self) -> None:
         """Removes ``main_grad`` and the hooks."""

@@ -26,7 +26,7 @@ class Memory:
         sums: by buffer, memory for this rank's reduced shards, where these have another dtype than the gradients or
             are not computed in place; None elsewhere.
         weights: the parameters, which this object moves into contiguous memory; None without shards.
-        pool: the staging buffers of pooled gradients.
+        pool: the staging buffers of pooled gradients; None for others.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Memory:
         self.layout = layout
         self.device = device
         self.keeps_grads = keeps_grads
-        self.pool = StagingPool(device)
+        self.pool = StagingPool(device) if layout.is_pooled else None
         self.grads: list[Tensor] = []
         self.grad_views: list[Tensor] = []
         self.sums: list[Tensor | None] = []

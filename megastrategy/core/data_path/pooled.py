@@ -52,6 +52,7 @@ class PooledBucket(Bucket):
 
     def __init__(self, plan: BucketPlan, memory: Memory, *args: Any) -> None:
         super().__init__(plan, memory, *args)
+        assert memory.pool is not None, "the plan is pooled"
         self._pool = memory.pool
         self._staging_nbytes = memory.layout.staging_nbytes
         self._pieces = [_plan_piece(memory.layout, plan, *span) for span in memory.layout.pieces(plan)]

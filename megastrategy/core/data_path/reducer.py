@@ -66,7 +66,7 @@ from ..module import GradAccumulators, LocalParts, ModelParallel
 from .agreement import Agreement, Reasons, name_of_rank
 from .bucket import Bucket, State, get_grad, requires_grad, set_grads, widen_grads
 from .flattened import FlattenedBucket
-from .main_grads import MainGrads
+from .main_grads import MainGrads, has_main_grad
 from .memory import Memory
 from .nonfinite import FiniteCheck
 from .param_buffers import check_unchanged
@@ -176,10 +176,12 @@ class Reducer:
         self._static_used = b""
         self._static_missing = b""
         self._num_agreements = 0
-        self._nonfinite = FiniteCheck(
-            name_of_rank(ranks, model.tensor_ranks),
-            lambda device: ranks.wait_for_device(device, "a collective before check_for_nan_in_grad"),
-        )
+        self._name = name_of_rank(ranks, model.tensor_ranks)
+        self._nonfinite: FiniteCheck | None = None
+        if config.check_for_nan_in_grad:
+            self._nonfinite = FiniteCheck(
+                self._name, lambda device: ranks.wait_for_device(device, "a collective before check_for_nan_in_grad")
+            )
         self._handles: list[RemovableHandle] = []
         self._hooks: list[Callable[[Tensor], None]] = []
         self._num_hooks = 0
@@ -188,7 +190,7 @@ class Reducer:
         self._swap_guards: list[weakref.ref[Parameter]] = []
         self._num_known = 0
         self._accumulators = GradAccumulators()
-        self._main_grads = MainGrads(parts)
+        self._main_grads: MainGrads | None = None  # if layers add gradients themselves
         self._include(layout)
 
     def _include(self, layout: BufferLayout) -> None:
@@ -202,7 +204,10 @@ class Reducer:
                 # would lose its hook.
                 self._swap_guards.append(weakref.ref(param))
         keeps_grads = self._bucket_class is Bucket
-        self._main_grads.include(layout, self.params, self._num_known, have_place=keeps_grads)
+        if self._main_grads is None and any(map(has_main_grad, self.params[self._num_known :])):
+            self._main_grads = MainGrads(self._parts)
+        if self._main_grads is not None:
+            self._main_grads.include(layout, self.params, self._num_known, have_place=keeps_grads)
         self._accumulators.extend(self.params[self._num_known :])
         self._num_known = len(self.params)
         self._dtypes = [spec.dtype for spec in layout.params]
@@ -227,6 +232,8 @@ class Reducer:
         self._required = b""
 
     def _place_main_grads(self) -> None:
+        if self._main_grads is None:
+            return
         assert self.memory is not None
         slots = self.layout.slots
         self._main_grads.place(self.memory.grad_views, lambda index: self.buckets[slots[index].bucket])
@@ -280,7 +287,9 @@ class Reducer:
             hooks = [by_index[index] for index in range(len(self.params))]
         if self._listener is not None:
             hooks = [_reporting_hook(hook, index, self._listener) for index, hook in enumerate(hooks)]
-        self._hooks = [self._main_grads.hook(index, hook) for index, hook in enumerate(hooks)]
+        if self._main_grads is not None:
+            hooks = [self._main_grads.hook(index, hook) for index, hook in enumerate(hooks)]
+        self._hooks = hooks
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -379,7 +388,7 @@ class Reducer:
             if self._is_running and self._end_of_backward() is not None:
                 return  # a graph inside of the running backward
             self._begin()
-            if self._main_grads:
+            if self._main_grads is not None:
                 self._main_grads.begin()
 
     def _begin(self) -> None:
@@ -435,7 +444,8 @@ class Reducer:
     def on_recorded(self, index: int) -> None:
         """Called by the hook of a parameter before there is a plan."""
         if not self._is_running:
-            self._main_grads.check_begun()
+            if self._main_grads is not None:
+                self._main_grads.check_begun()
             if not self._prepared:
                 self.tokens.note_unprepared()
                 return
@@ -446,7 +456,8 @@ class Reducer:
     def on_unexpected(self, bucket: Bucket, place: int) -> None:
         """Called by the hook of a parameter whose gradient its bucket does not wait for."""
         if not self._is_running:
-            self._main_grads.check_begun()
+            if self._main_grads is not None:
+                self._main_grads.check_begun()
             if not self._prepared:
                 bucket.has_unprepared = True
                 self._is_settled = False
@@ -487,7 +498,8 @@ class Reducer:
 
     def _end(self) -> None:
         self._is_running = False
-        self._main_grads.end()
+        if self._main_grads is not None:
+            self._main_grads.end()
         self._task = NO_GRAPH_TASK
         if not self._has_arrived():
             self._close_buckets()  # torch.autograd.grad of inputs: no parameter has got a gradient
@@ -535,7 +547,7 @@ class Reducer:
         with profiler_range("reduce", bucket.plan.index):
             bucket.seal()
             self._check_arrived(bucket)
-            if self._config.check_for_nan_in_grad:
+            if self._nonfinite is not None:
                 bucket.check_finite(self._nonfinite)
             bucket.launch()
         self._num_launched += 1
@@ -727,7 +739,7 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.is_late:
                 bucket.find_late()
-                if self._config.check_for_nan_in_grad:
+                if self._nonfinite is not None:
                     late = [index for index in bucket.plan.params if self.params[index].grad is not None]
                     grads = {index: self._parts.local_view(late_grad(self.params[index])) for index in late}
                     self._nonfinite.check_grads(grads, self.layout)
@@ -743,7 +755,7 @@ class Reducer:
             used=used,
             late=bytes([bucket.is_late for bucket in self.buckets]),
             has_failed=self._failure is not None,
-            has_nonfinite=bool(self._nonfinite.found()) if self._config.check_for_nan_in_grad else False,
+            has_nonfinite=self._nonfinite is not None and bool(self._nonfinite.found()),
             counting=self.tokens.counting,
             microbatch=self.microbatch + hash((*comparable, self._num_agreements)),
         )
@@ -800,7 +812,12 @@ class Reducer:
 
     def _refuse(self, agreed: Agreement, options: Sequence[float]) -> MegastrategyError:
         reasons = Reasons(
-            self._nonfinite.rank, self.microbatch, self._nonfinite.found(), options, self._failure, self.tokens.state
+            self._name,
+            self.microbatch,
+            [] if self._nonfinite is None else self._nonfinite.found(),
+            options,
+            self._failure,
+            self.tokens.state,
         )
         self._wait_for_buckets()
         self._is_finishing = False
@@ -873,7 +890,8 @@ class Reducer:
         if not (self._is_running or self._is_finishing or self._is_batch_unfinished):  # a forward has raised
             self._open_buckets()
         self._is_running = False
-        self._main_grads.end()
+        if self._main_grads is not None:
+            self._main_grads.end()
         self._task = NO_GRAPH_TASK
         self._prepared.clear()
         if not is_syncing:
@@ -894,8 +912,9 @@ class Reducer:
 
     def drop(self) -> None:
         """Drops all gradients."""
-        self._main_grads.forget(self.params)
-        self._nonfinite.clear()
+        self._forget_main_grads(self.params)
+        if self._nonfinite is not None:
+            self._nonfinite.clear()
         self._is_settled = False
         self.tokens.drop()
         if self.memory is None:
@@ -906,8 +925,12 @@ class Reducer:
     def clear(self, params: Sequence[Parameter]) -> None:
         """Drops the gradients of these parameters."""
         self.recover()
-        self._main_grads.forget(params)
+        self._forget_main_grads(params)
         set_grads(params, [None] * len(params))
+
+    def _forget_main_grads(self, params: Sequence[Parameter]) -> None:
+        if self._main_grads is not None:
+            self._main_grads.forget(params)
 
     def zero(self, params: Sequence[Parameter]) -> None:
         """Zeroes the gradients of these parameters."""
@@ -934,7 +957,8 @@ class Reducer:
         self.remove_hooks()
         if self.replicas is not None:
             self.replicas.stop()
-        self._main_grads.close()
+        if self._main_grads is not None:
+            self._main_grads.close()
         self._swap_guards.clear()
         self._accumulators.drop()
         for param, spec in zip(self.params, self.layout.params, strict=True):

@@ -10,7 +10,7 @@ from .rank_state import get_rank_state, layout_digest, load_rank_state, weights_
 from .sharded_optimizer import ShardedOptimizer
 from .state import MAIN_PARAM, LocalState, Parts
 from .state_hooks import load_with_hooks, save_with_hooks
-from .step_arguments import StepArguments
+from .step_arguments import has_others, split_closure
 from .step_hooks import may_see_shards
 
 __all__ = [
@@ -20,12 +20,12 @@ __all__ = [
     "LocalState",
     "Parts",
     "ShardedOptimizer",
-    "StepArguments",
     "adapt_scaler",
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",
     "get_rank_state",
+    "has_others",
     "join_norm",
     "layout_digest",
     "load_rank_state",
@@ -33,6 +33,7 @@ __all__ = [
     "may_see_shards",
     "not_shardable",
     "save_with_hooks",
+    "split_closure",
     "take_back",
     "unguarded_state",
     "weights_digest",

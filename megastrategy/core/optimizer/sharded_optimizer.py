@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .extra_params import ExtraParams
 from .optimizer_checks import check_main_params, not_shardable
 from .redistribute import redistribute
 from .runs import MainParams, Run, flat, group_members, main_params_of, make_runs, make_unsharded_runs
-from .step_arguments import StepArguments
+from .step_arguments import Arguments, with_closure
 from .step_hooks import has_user_hooks, innermost_call
 from .step_memory import bring_back, copy_kept_grads
 
@@ -324,9 +324,8 @@ class ShardedOptimizer:
             assert part is not None, "it has a gradient"
             param.grad = parts.as_grad(param, part)
 
-    def step_params(self, arguments: StepArguments) -> Any:
+    def step_params(self, arguments: Arguments, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the Parameters themselves, without runs. The user's optimizer may call the closure several times."""
-        closure = arguments.closure
         if closure is None:
             self._begin_step()
         else:
@@ -336,24 +335,26 @@ class ShardedOptimizer:
                 self._begin_step()
                 return loss
 
-            arguments = arguments.with_closure(evaluate)
-        result = arguments.call(self.inner.step)
+            arguments = with_closure(evaluate, arguments)
+        args, kwargs = arguments
+        result = self.inner.step(*args, **kwargs)
         if not self._is_torchs:
             copy_kept_grads(self.inner.state, ((param, param.grad) for param in self.params()))
         self._end_step()
         return result
 
-    def step(self, arguments: StepArguments) -> None:
+    def step(self, arguments: Arguments) -> None:
         """Steps this rank's runs; ``arguments``: of the user's ``step``, without the closure."""
         self.finish_grads()
         if self.engine.reducer.drops_step:
             return
+        args, kwargs = arguments
         if has_user_hooks(self.inner):
             with self.calls_allowed(), innermost_call(self.inner, self._watched_step):
-                arguments.call(self.inner.step)
+                self.inner.step(*args, **kwargs)
         else:
             with self._runs_in_groups(), self.calls_allowed():
-                arguments.call(self.inner.step)
+                self.inner.step(*args, **kwargs)
 
     def _watched_step(self) -> contextlib.AbstractContextManager[None]:
         self.finish_grads()  # again, after the hooks: one may have written a gradient

@@ -58,6 +58,46 @@ def test_step_costs_stay_below_their_ceilings() -> None:
     assert not over, over
 
 
+PATH = """
+import sys, types, torch
+from benchmarks.step_costs import ENGINES, ReadyGradients, make_gpt, one_rank_of_eight
+codes = set()
+def trace(frame, event, argument):
+    codes.add(frame.f_code)
+with one_rank_of_eight():
+    model = ReadyGradients(make_gpt(12, torch.float32))
+    sys.setprofile(trace)
+    engine = ENGINES["ours"](model, 8)
+    for _ in range(3):
+        engine.zero_grad()
+        engine.model().backward()
+        engine.clip()
+        engine.step()
+    sys.setprofile(None)
+for code in codes:
+    folder, _, file = code.co_filename.partition("/megastrategy/core/")
+    if file:
+        print(file, code.co_qualname)
+"""
+OF_THE_PATH = ("data_path/", "optimizer/", "distributed_")
+"""Below ``core``, the folders and faces of the path; what else runs is imported."""
+
+
+@pytest.mark.fresh
+def test_a_gradient_passes_few_classes() -> None:
+    """From the wrap of a model to the gather of new weights, with the default options."""
+    printed = subprocess.run([sys.executable, "-c", PATH], check=True, capture_output=True, text=True).stdout
+    functions = [tuple(line.split(" ", 1)) for line in printed.splitlines()]
+    functions = [(file, name) for file, name in functions if not file.startswith("trials/")]  # the optimizer's judge
+    classes = {(file, name.split(".")[0]) for file, name in functions if name.lstrip("_")[0].isupper()}
+    own = {(file, name) for file, name in classes if file.startswith(OF_THE_PATH)}
+    assert ("data_path/bucket.py", "Bucket") in own
+    assert len(own) <= 15, sorted(own)
+    assert len(classes - own) <= 20, sorted(classes - own)
+    files = {file for file, _ in functions if file.startswith(OF_THE_PATH)}
+    assert len(files) <= 20, sorted(files)
+
+
 def test_bytecodes_are_counted_in_called_functions_and_hooks() -> None:
     weight = torch.ones(1, requires_grad=True)
 
