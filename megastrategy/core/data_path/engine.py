@@ -106,6 +106,8 @@ class Engine:
         self.optimizers: list[weakref.ref[SteppingOptimizer]] = []
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
+        self._padding: list[Tensor] = []
+        self._num_padded = 0  # the buckets in it
         self._kind = type(wrapper)
         self._modules = wrapper._modules
         self._listener = listener
@@ -392,9 +394,12 @@ class Engine:
 
     def zero_padding(self) -> None:
         """Zeroes the elements between parameters, which a factor that is not finite has made NaN."""
-        padding = [gap for bucket in self.reducer.buckets if bucket.is_sharded for gap in bucket.padding]
-        if padding:
-            torch._foreach_zero_(padding)
+        buckets = self.reducer.buckets
+        if self._num_padded != len(buckets):
+            self._num_padded = len(buckets)
+            self._padding = [gap for bucket in buckets if bucket.is_sharded for gap in bucket.padding]
+        if self._padding:
+            torch._foreach_zero_(self._padding)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns the full reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if

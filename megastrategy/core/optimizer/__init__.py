@@ -10,8 +10,7 @@ from .rank_state import get_rank_state, layout_digest, load_rank_state, weights_
 from .sharded_optimizer import ShardedOptimizer
 from .state import MAIN_PARAM, LocalState, Parts
 from .state_hooks import load_with_hooks, save_with_hooks
-from .step_arguments import has_others, split_closure
-from .step_hooks import may_see_shards
+from .step_calls import has_others, may_see_shards, split_closure
 
 __all__ = [
     "MAIN_PARAM",

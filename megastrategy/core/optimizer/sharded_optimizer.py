@@ -29,8 +29,7 @@ from .extra_params import ExtraParams
 from .optimizer_checks import check_main_params, not_shardable
 from .redistribute import redistribute
 from .runs import MainParams, Run, flat, group_members, main_params_of, make_runs, make_unsharded_runs
-from .step_arguments import Arguments, with_closure
-from .step_hooks import has_user_hooks, innermost_call
+from .step_calls import Arguments, has_user_hooks, innermost_call, with_closure
 from .step_memory import bring_back, copy_kept_grads
 
 

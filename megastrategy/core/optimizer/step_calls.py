@@ -1,4 +1,4 @@
-"""Step hooks and wrappers that user code installs on an optimizer, and how they are kept from seeing shards.
+"""Calls of an optimizer's ``step``: its closure, and hooks and wrappers of user code, which must not see shards.
 
 [Note: hooks around shards]
 torch's optimizers run hooks in the class's own ``step``: first the global ones, then those of the object, and at the
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -19,6 +19,30 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _MAY_SEE_SHARDS = "megastrategy_may_see_shards"
 
 H = TypeVar("H", bound=Callable[..., None])
+
+Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional arguments and keyword arguments of one call."""
+
+
+def split_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Callable[[], Any] | None, Arguments]:
+    """Returns the closure, None if there is none, and the other arguments. In front of them None keeps its place."""
+    if "closure" in kwargs:
+        return kwargs["closure"], (args, {name: value for name, value in kwargs.items() if name != "closure"})
+    if args and callable(args[0]):  # anything else in front is an argument of the user's class
+        return args[0], ((None, *args[1:]), kwargs)
+    return None, (args, kwargs)
+
+
+def with_closure(closure: Callable[[], Any], others: Arguments) -> Arguments:
+    """Returns the arguments with a closure again."""
+    args, kwargs = others
+    return ((closure, *args[1:]), kwargs) if args and args[0] is None else (args, {**kwargs, "closure": closure})
+
+
+def has_others(others: Arguments) -> bool:
+    """Whether there are arguments beside the closure's place."""
+    args, kwargs = others
+    return bool(kwargs) or any(arg is not None for arg in args)
 
 
 def may_see_shards(hook: H) -> H:
