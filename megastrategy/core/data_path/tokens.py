@@ -219,6 +219,10 @@ class TokenWindow:
         """Records that the gradients are final: a step may use them."""
         self._is_final = True
         self._num_steps = num_steps
+        self.note_grads()
+
+    def note_grads(self) -> None:
+        """Records which parameters have a gradient, to see later which ones were dropped."""
         if self.is_used:
             self._had_grad = self._flags()
 

@@ -47,6 +47,13 @@ class GuardedState(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._state)
 
+    def __bool__(self) -> bool:
+        """Whether a step or a load has made state on any rank: alike on all, also where a rank steps no shard.
+
+        torch's checkpoint helpers step an optimizer without state, and all ranks have to.
+        """
+        return bool(self._state) or self._optimizer.num_steps_begun > 0 or self._optimizer.has_state
+
     # The inherited methods would look the key up, and a defaultdict creates the missing entry.
 
     def get(self, key: Any, default: Any = None) -> Any:

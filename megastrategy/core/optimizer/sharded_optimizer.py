@@ -42,6 +42,7 @@ class ShardedOptimizer:
         runs: the tensors that it steps; empty until the first step after the plan was made.
         has_made_runs: whether that step was reached; a rank may own no run then.
         pending, pending_layout: state that was loaded, or existed, before there were runs, and its plan.
+        has_state: whether the optimizer had state at the wrap, or some was loaded, on any rank.
         loaded: parameters whose state was loaded, and has not been converted by the optimizer's ``load_state_dict``.
         frozen_main_params: loaded main params of parameters that were never trained, on the host, by name.
         last_main_params: after the model was closed, its main params by name, on rank 0.
@@ -61,6 +62,7 @@ class ShardedOptimizer:
         self.has_made_runs = False
         self.pending: state.LocalState = {}
         self.pending_layout: BufferLayout | None = None
+        self.has_state = False
         self.loaded: set[int] = set()
         self.frozen_main_params: dict[str, Tensor] = {}
         self.last_main_params: dict[str, Tensor] = {}

@@ -237,6 +237,7 @@ def taken_from(optimizer: ShardedOptimizer) -> LocalState:
 
 def put(optimizer: ShardedOptimizer, local: LocalState) -> None:
     """Puts this rank's state of the present plan into the runs, or keeps it until there are some."""
+    optimizer.has_state |= any(key != MAIN_PARAM for values in local.values() for key in values)
     if optimizer.has_made_runs:
         put_local(optimizer, local)
     else:

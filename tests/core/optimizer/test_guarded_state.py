@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -80,6 +81,33 @@ def test_what_is_stepped_itself_and_all_of_the_state_are_shown() -> None:
         assert not optimizer.optimizer.state
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_its_truth_is_the_same_on_a_rank_that_steps_nothing(loads: bool) -> None:
+    """torch's checkpoint helpers step an optimizer whose state is false, and a step is collective."""
+
+    def run(rank: int, group: ProcessGroup) -> list[tuple[bool, int]]:
+        saved: dict[str, Any] = {}
+        found = []
+        for _ in range(2 if loads else 1):
+            net = nn.Linear(1, 1, bias=False)
+            model = DistributedDataParallel(net, process_group=group)
+            optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), model)
+            assert not optimizer.state
+            if saved:
+                optimizer.load_state_dict(saved)
+            else:
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            found.append(bool(optimizer.state))
+            saved = optimizer.state_dict()
+            found.append(bool(optimizer.state))
+        return [(truth, len(optimizer.state)) for truth in found]
+
+    first, second = run_ranks(2, run)
+    assert [truth for truth, _ in first] == [truth for truth, _ in second] == [True] * len(first)
+    assert second[0][1] == 0, "it steps nothing"
 
 
 def test_with_an_all_reduce_it_is_the_optimizers_own() -> None:
