@@ -231,7 +231,7 @@ class _Targets:
         }
         optimizer.prepare()
         state.load_groups(optimizer, groups, without_runs, {})
-        state.put(optimizer, local)
+        state.put_beside_main_params(optimizer, local)
 
 
 def _names(optimizer: ShardedOptimizer) -> set[str] | None:

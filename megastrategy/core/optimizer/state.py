@@ -245,6 +245,14 @@ def put(optimizer: ShardedOptimizer, local: LocalState) -> None:
         optimizer.pending_layout = optimizer.engine.layout
 
 
+def put_beside_main_params(optimizer: ShardedOptimizer, local: LocalState) -> None:
+    """As :func:`put`; main params stay where ``local`` has none, since they may have been loaded with the weights."""
+    for index, values in optimizer.pending.items():
+        if MAIN_PARAM in values and not optimizer.has_made_runs:
+            local.setdefault(index, {}).setdefault(MAIN_PARAM, values[MAIN_PARAM])
+    put(optimizer, local)
+
+
 def cut(optimizer: ShardedOptimizer, named: NamedState, *, is_loaded: bool = True, copies: bool = True) -> LocalState:
     """Returns this rank's parts of full-shaped values, with the dtypes that torch's ``load_state_dict`` gives loaded
     ones.
@@ -750,11 +758,8 @@ def load_full_state(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) 
     rest = {key: value for key, value in state_dict["state"].items() if key not in numbers}
     load_groups(optimizer, groups, without_runs, rest)
     local = cut(optimizer, named, copies=not optimizer.has_made_runs)
-    for index, values in optimizer.pending.items():  # main params were loaded before
-        if MAIN_PARAM in values and not optimizer.has_made_runs:
-            local.setdefault(index, {})[MAIN_PARAM] = values[MAIN_PARAM]
     optimizer.loaded = set(local)
-    put(optimizer, local)
+    put_beside_main_params(optimizer, local)
 
 
 def load_groups(
