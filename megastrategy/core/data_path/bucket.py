@@ -232,9 +232,9 @@ class Bucket:
         self.waiting.clear()
         self._forget_dropped()
         sums = self._take_sums() if self._sums and self._carry is None else {}
-        self.used = self.collect()
+        used = self.collect()
         self._forget_pending()
-        self._set_faces(self.used)
+        self._set_faces(used)
         for place, grad in sums.items():
             self.params[place].grad = grad
         self._has_views = True
@@ -385,6 +385,7 @@ class Bucket:
         set_grads(self.params, _none)
         if self.is_sharded:
             self._clear_stand_ins()
+        self.used = bytes(len(self.params))  # of this rank only, if it was not agreed on
         self.waiting.clear()
         self.missing = set(self.awaited)
         self.state = State.OPEN

@@ -340,6 +340,7 @@ class Reducer:
 
     def after_forward(self, outputs: Any, *, syncs: bool) -> None:
         """Called after a forward that trains; ``syncs``: whether its backward is synchronised."""
+        self._failure = None  # of a forward inside of this one
         self._prepared.add(syncs=syncs)
         if not inside_backward():  # the outputs of a checkpoint's forward are in an inner graph, which ends too early
             self.watch(outputs)
@@ -395,6 +396,7 @@ class Reducer:
         decision = self._prepared.decision
         if self._is_running:
             self._end_failed()
+        self._failure = None  # this rank has a backward all the same, of an earlier forward
         if self._is_unreduced:
             self._finish_one_of_batch()
         self._is_running = True
@@ -882,8 +884,14 @@ class Reducer:
 
     def recover(self) -> None:
         """Ends a forward or a backward that has raised; see [Note: an error in user code]."""
+        if self._failure is not None and not inside_backward():
+            self._end_failed()
+        else:
+            self._recover_backward()
+
+    def _recover_backward(self) -> None:
         is_over = self._is_running and self._end_of_backward() is None
-        if (is_over or self._is_finishing or self._failure is not None) and not inside_backward():
+        if (is_over or self._is_finishing) and not inside_backward():
             self._end_failed()
 
     @torch.no_grad()
@@ -926,7 +934,7 @@ class Reducer:
 
     def clear(self, params: Sequence[Parameter]) -> None:
         """Drops the gradients of these parameters."""
-        self.recover()
+        self._recover_backward()  # one of an earlier forward may come after a forward that raised
         self._forget_main_grads(params)
         set_grads(params, [None] * len(params))
 
@@ -936,7 +944,7 @@ class Reducer:
 
     def zero(self, params: Sequence[Parameter]) -> None:
         """Zeroes the gradients of these parameters."""
-        self.recover()
+        self._recover_backward()
         for param in params:
             if param.grad is not None:
                 param.grad.detach().zero_()
