@@ -87,6 +87,29 @@ def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
         assert re.search(rf"before they were reduced: {place}", str(outcome)), str(outcome)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_step_after_rejected_gradients_of_other_parameters_on_each_rank(mode: str) -> None:
+    """Each rank had gradients in other buckets; the step finds none on any, and training continues."""
+
+    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
+        model = wrap(group, check_for_nan_in_grad=True, **MODES[mode])
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for _ in range(2):
+            if rank == 0:
+                poison(model, math.nan, 1)
+            outputs = model(torch.ones(2, 10))
+            with pytest.raises(NonFiniteGradError):
+                (outputs.sum() if rank == 0 else outputs.detach().sum() + model.module[2].weight.sum()).backward()
+            optimizer.step()
+            model(torch.ones(2, 10)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([param.detach().flatten() for param in model.module.parameters()])
+
+    first, second = run_ranks(2, run)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_accelerator_is_read_once_and_not_in_the_hooks(
