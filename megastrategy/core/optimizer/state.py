@@ -532,6 +532,7 @@ def _gathered_over(
         for entry in (entry for of_rank in by_rank for entry in of_rank.get(index, ())):
             # A copy for each parameter: torch adds to a counter in place. The lowest rank's value is saved.
             named[index] |= {key: copied(v) for key, v in entry.values.items() if key not in named[index]}
+        named[index] |= dict.fromkeys(dtypes[index])  # in the optimizer's order; their values come below
     local = local_state(optimizer, names=names)
     roots = [saves for saves, _, _ in reports]
     _gather_elements(optimizer, local, dtypes, by_rank, roots, ranks, named)
