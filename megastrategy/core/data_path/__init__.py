@@ -1,6 +1,6 @@
 """The path of one gradient, from its hook to the gather of the weights."""
 
-from .bucket import Bucket, State
+from .bucket import Bucket
 from .engine import Engine
 from .memory import Memory
 from .norms import check_finite, norms_over_owners, scale_to_norm_, total_grad_norm, unscale_grads_
@@ -16,7 +16,6 @@ __all__ = [
     "Memory",
     "ReducedGrad",
     "ReplicaHook",
-    "State",
     "check_finite",
     "inside_backward",
     "norms_over_owners",

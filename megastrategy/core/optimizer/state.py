@@ -555,6 +555,8 @@ def _gathered_wholes(
         if run.is_whole and index in members:
             values = _values_of(optimizer, run, is_saved=True)
             states[index] = {key: value for key, value in values.items() if wanted(key)}
+            if wanted(_EMPTY) and optimizer.inner.state.get(run.main) == {}:
+                states[index][_EMPTY] = None
     states = {index: values for index, values in states.items() if values}
     if everywhere:
         yield from gather_states_everywhere(states, ranks)

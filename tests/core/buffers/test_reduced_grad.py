@@ -264,6 +264,18 @@ def drops_between_backwards(model: Any, optimizer: Any, net: Net, rank: int) -> 
         optimizer.step()
 
 
+def drops_after_a_local_backward(model: Any, optimizer: Any, net: Net, rank: int) -> None:
+    """What was reduced, and what was added to it on this rank, is gone."""
+    for step in range(4):
+        loss_of(model, rank, 3 * step).backward()
+        with model.no_sync():
+            loss_of(model, rank, 3 * step + 1).backward()
+        net.first.zero_grad()
+        loss_of(model, rank, 3 * step + 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def zeroes_in_place(model: Any, optimizer: Any, net: Net, rank: int) -> None:
     """A gradient of zeros is one: Adam's moments decay with it."""
     for step in range(4):
@@ -331,7 +343,13 @@ def test_a_step_leaves_the_gradients_where_they_are(options: dict[str, Any]) -> 
 @sharded
 @pytest.mark.parametrize(
     "program",
-    [never_zeroes, drops_between_backwards, two_backwards_of_one_forward, accumulates_upon_the_reduced],
+    [
+        never_zeroes,
+        drops_between_backwards,
+        drops_after_a_local_backward,
+        two_backwards_of_one_forward,
+        accumulates_upon_the_reduced,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_a_backward_adds_to_reduced_gradients(program: Program, options: dict[str, Any]) -> None:

@@ -96,13 +96,19 @@ def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(way: di
     def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
         module = two_layers()
         config = DistributedDataParallelConfig(bucket_size=1, **way)
-        model = DistributedDataParallel(module, config, collectives=DelayingCollectives(group, 0.05))
+        collectives = DelayingCollectives(group, 0.05)
+        model = DistributedDataParallel(module, config, collectives=collectives)
+        model(batch(rank)).sum().backward()  # at whose end the buckets are made
+        model.zero_grad()
+        collectives.calls.clear()
         hidden = torch.tanh(module[0](batch(rank)))
         if rank == 1:
             # a second backward, to the last layer's weight, inside the first, after that layer's bucket was launched
             hidden.register_hook(lambda _: second_backward(module))
         model.watch_backward(loss := module[2](hidden).square().sum())
         loss.backward()
+        reductions = collectives.named("reduce_scatter", "reduce_scatter_into", "all_reduce")
+        assert len(reductions) > len(model.layout.buckets), "one was reduced twice"
         grads = [model.full_grad(param) for param in module.parameters()]
         model.close()
         return grads
