@@ -175,22 +175,6 @@ def test_an_optimizer_of_whole_parameters_leaves_them_there() -> None:
         assert all(torch.equal(together[name], value) for name, value in apart.items())
 
 
-def test_weights_that_a_user_lays_out_in_the_forward_come_back() -> None:
-    """``flatten_parameters()`` there gives them other memory; their values are moved back, and the chunk stays."""
-
-    def run(rank: int, group: ProcessGroup) -> Any:
-        module = Recurrent(LAYERS["LSTM"], reverse=False)
-        offsets = Offsets(module.layer)
-        module.layer.register_forward_pre_hook(lambda layer, _: Offsets(layer) and None)
-        seen: list[bool] = []
-        ours = train(module, rank, group, {}, lambda model: seen.append(offsets.are_kept(module.layer)))
-        assert seen == [True] * 5
-        return train(Recurrent(LAYERS["LSTM"], reverse=False), rank, group, {}), ours
-
-    for reference, ours in run_ranks(2, run):
-        assert_same(ours, reference)
-
-
 def test_a_file_of_the_weights_has_the_chunk_once() -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
         module = Recurrent(lambda: nn.LSTM(6, 64), reverse=False)
