@@ -26,7 +26,6 @@ from ..fabric_loops import (
     set_up,
     sgd,
     train,
-    windows,
 )
 from ..fits import weights_of
 from ..rank_processes import Failure, Ranks, assert_failed
@@ -167,15 +166,6 @@ def test_full_grad_and_grad_norm_show_what_ddp_has_in_grad(ranks: Ranks, options
 
 
 # --- clipping -------------------------------------------------------------------------------------------------------
-
-
-def test_clipping_clips(ranks: Ranks) -> None:
-    """Or the comparisons in the matrix would compare loops that were never clipped."""
-    free = ranks.run(train, "megatron_ddp", make_optimizer=sgd)[0]
-    by_norm = ranks.run(train, "megatron_ddp", make_optimizer=sgd, clip={"max_norm": CLIP_NORM})[0]
-    by_value = ranks.run(train, "megatron_ddp", make_optimizer=sgd, clip={"clip_val": CLIP_VALUE})[0]
-    assert min(by_norm.norms) > CLIP_NORM
-    assert free.losses[-1] != by_norm.losses[-1] != by_value.losses[-1] != free.losses[-1]
 
 
 @both_modes
@@ -334,8 +324,3 @@ def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None
     assert isinstance(raising, Failure)
     assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
     assert_failed(waiting, "another rank ended", kind="CollectiveError", within_s=30)
-
-
-def test_windows_of_the_loops_end_with_a_step() -> None:
-    """Seven batches in windows of three: the last is one batch long."""
-    assert [steps for _, _, steps in windows([()] * 7, 3)] == [False, False, True, False, False, True, True]  # type: ignore[arg-type]

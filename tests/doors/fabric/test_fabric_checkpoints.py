@@ -123,20 +123,6 @@ def test_without_saved_main_params_the_weights_count(ranks: Ranks, options: dict
     ranks.run(load_without_main_params, options, str(path), str(tmp_path / "stripped"))
 
 
-def load_bf16_under_ddp(path: str) -> None:
-    trainee = set_up("ddp", None, adamw, precision="bf16-true")
-    remainder = trainee.fabric.load(path, {"model": trainee.model, "optimizer": trainee.optimizer})
-    assert MAIN_PARAMS_KEY in remainder
-    assert_equal(weights_of(trainee.net), dict(torch.load(path, weights_only=True)["model"]))
-    trainee.train(1)
-
-
-def test_ddp_loads_a_bf16_checkpoint_of_ours(ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    ranks.run(train_from, "megatron_ddp", {}, precision="bf16-true", save=path)
-    ranks.run(load_bf16_under_ddp, path)
-
-
 def save_and_load_in_many_ways(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
     """Filters, the raw objects, strictness, single state dicts, a file without state, a compiled model."""
     fabric = make_fabric(name, strategy_options)

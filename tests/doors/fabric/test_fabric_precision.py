@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision
-from torch import nn
 from torch.nn import functional as F
 
 from ..fabric_loops import CLIP_NORM, CLIP_VALUE, AwkwardNet, assert_like_ddp, both_modes, make_data, set_up
@@ -63,23 +61,3 @@ def check_and_scale(enabled: bool) -> None:
 def test_a_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> None:
     """It meets infinite gradients on purpose."""
     ranks.run(check_and_scale, enabled)
-
-
-def small_updates(name: str, strategy_options: dict[str, Any]) -> float:
-    """A thousandth is less than half the last bit of a bf16 one."""
-    net = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(net.weight)
-    make = functools.partial(torch.optim.SGD, lr=1e-3)
-    trainee = set_up(name, strategy_options, make, net=net, precision="bf16-true")
-    for _ in range(100):
-        trainee.fabric.backward(trainee.model(torch.ones(1, 1)).sum())
-        trainee.step()
-    return net.weight.item()
-
-
-@pytest.mark.sample(1)
-@both_modes
-def test_small_updates_of_bf16_weights_add_up(ranks: Ranks, options: dict[str, Any]) -> None:
-    """A hundred steps of a thousandth; "ddp" does not get off the spot."""
-    assert ranks.run(small_updates, "ddp", {}) == [1.0, 1.0]
-    assert ranks.run(small_updates, "megatron_ddp", options) == [pytest.approx(0.9, abs=2**-8)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from functools import partial
 from pathlib import Path
@@ -186,55 +185,29 @@ class RunsOutOfMemory(torch.autograd.Function):
         return grad, None
 
 
-class Sized(pl.LightningModule):
-    """Fails in the middle of backward, with the gradients of its last layers reduced, on batches of more than four."""
+class Halves(pl.LightningModule):
+    """Goes through batches of more than four in two halves.
 
-    def __init__(self, batch_size: int = 1) -> None:
+    Args:
+        warned: it knows beforehand; else it learns from an error in the middle of backward, with the gradients of its
+            last layers reduced.
+    """
+
+    def __init__(self, warned: bool) -> None:
         super().__init__()
         torch.manual_seed(int(os.environ["LOCAL_RANK"]))
         self.first = nn.Sequential(nn.Linear(5, 17), nn.Tanh())
         self.second = nn.Sequential(nn.Linear(17, 9), nn.Tanh(), nn.Linear(9, NUM_TOKENS))
-        self.batch_size = batch_size
-        self.losses: list[float] = []
-        self.sizes: list[int] = []
+        self.automatic_optimization = False
+        self.warned = warned
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(loader().dataset, batch_size=self.batch_size)
+        return DataLoader(loader().dataset, batch_size=8)
 
     def loss(self, features: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.second(RunsOutOfMemory.apply(self.first(features), 4)), targets)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, _, targets = batch
-        self.sizes.append(len(features))
-        loss = self.loss(features, targets)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@dataclasses.dataclass
-class Found:
-    size: int
-    losses: list[float]
-    weights: dict[str, Tensor]
-
-
-class Halves(Sized):
-    """Manual optimization that goes through batches of more than four in two halves.
-
-    Args:
-        warned: it knows beforehand; else it learns from an error in backward.
-    """
-
-    def __init__(self, warned: bool) -> None:
-        super().__init__(batch_size=8)
-        self.automatic_optimization = False
-        self.warned = warned
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         features, _, targets = batch
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
@@ -254,10 +227,10 @@ class Halves(Sized):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def halving(name: str, strategy_options: dict[str, Any], warned: bool) -> Found:
+def halving(name: str, strategy_options: dict[str, Any], warned: bool) -> dict[str, Tensor]:
     module = Halves(warned)
     make_trainer(make_strategy(name, **strategy_options), max_epochs=1).fit(module)
-    return Found(8, [], weights_of(module))
+    return weights_of(module)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -167,48 +166,3 @@ KINDS = {
     "replicated": _kind("megatron_ddp", use_distributed_optimizer=False),
     "other_buckets": _kind("megatron_ddp", bucket_size=400),
 }
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("first", "second"), [("ddp", "megatron_ddp"), ("megatron_ddp", "ddp")])
-def test_the_loss_scale_survives_a_change_of_strategy(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
-    """The scaler's state is stored under the precision plugin's class name, and must be found again."""
-    whole = ranks.run(fit_and_save_half, first, str(tmp_path))
-    saved = load(tmp_path / "step=7.ckpt")["MixedPrecision"]
-    assert saved["scale"] == 16.0 * 2**2  # doubled after every third step
-    resumed = ranks.run(resume_half, second, str(tmp_path / "step=7.ckpt"))
-    for (mine, scale), (expected, last_scale) in zip(resumed, whole, strict=True):
-        assert scale == last_scale == 16.0 * 2**4
-        assert_same_tensors(mine.weights, expected.weights)
-
-
-def fit_and_save_half(name: str, folder: str) -> tuple[Fit, float]:
-    plugin = half_precision()
-    result = fit_and_save(name, folder, every=BATCHES_PER_EPOCH, plugins=[plugin])
-    assert plugin.scaler is not None
-    return result, plugin.scaler.get_scale()
-
-
-def resume_half(name: str, path: str) -> tuple[Fit, float]:
-    plugin = half_precision()
-    result = resume(name, path, plugins=[plugin])
-    assert plugin.scaler is not None
-    return result, plugin.scaler.get_scale()
-
-
-def half_precision() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
-    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
-
-
-def test_bf16_weights_resume_without_losing_their_main_params(ranks: Ranks, tmp_path: Path) -> None:
-    """A bf16 weight alone forgets what its fp32 main param had gathered, and training would go on from elsewhere."""
-    options = {"precision": "bf16-true"}
-    whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), small_steps, every=BATCHES_PER_EPOCH, **options)
-    resumed = ranks.run(resume, "megatron_ddp", str(tmp_path / "step=7.ckpt"), small_steps, **options)
-    for mine, expected in zip(resumed, whole, strict=True):
-        assert_same_tensors(mine.weights, expected.weights)
-
-
-def small_steps(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0)

@@ -13,23 +13,12 @@ from torch.distributed.algorithms import Join
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy._lightning.signature import ALL_REDUCE_OPTION
 from megastrategy.core.errors import DirectUseError
-from tests.doors.features.manual import LBFGS, Manual
+from tests.doors.features.manual import Manual
 from tests.support.comparison import assert_equal
 
 from ..fabric_loops import make_fabric
-from ..fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
-from ..rank_processes import Failure, Ranks, assert_failed
-
-
-def fit_lbfgs(name: str, **options: Any) -> Fit:
-    return fit(name, module=LBFGS(), max_epochs=1, **options)
-
-
-def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks) -> None:
-    """Its step depends on inner products over all elements; on flat shards it would train something else in silence."""
-    for outcome in ranks.outcomes(fit_lbfgs, "megatron_ddp"):
-        assert_failed(outcome, "LBFGS", kind="OptimizerNotShardableError")
-        assert ALL_REDUCE_OPTION in outcome.message, "in the words of a Trainer's user"
+from ..fits import AwkwardModule, Fit, fit
+from ..rank_processes import Ranks, assert_failed
 
 
 def fit_of(make_module: Any) -> Fit:
@@ -128,29 +117,6 @@ def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
     """Under ddp that is an error in the next forward, without a name; here it comes at once, on both ranks."""
     for outcome in ranks.outcomes(fit, "megatron_ddp", strategy_options={"find_unused_parameters": False}):
         assert_failed(outcome, "'side.weight'", kind="UnusedParameterError")
-
-
-class RaisesOnRank1(LBFGS):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.trainer.global_rank == 1 and batch_idx == 3:
-            raise ZeroDivisionError("on purpose, on rank 1")
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-def fit_raising() -> None:
-    trainer = make_trainer(make_strategy("megatron_ddp"))
-    trainer.fit(RaisesOnRank1(), loader())
-
-
-def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None:
-    """The other rank waits in a reduction then; it must not wait for the process group's timeout of half an hour."""
-    waiting, raising = ranks.outcomes(fit_raising)
-    assert isinstance(raising, Failure)
-    assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
-    assert_failed(waiting, "rank 0 of 2", "another rank ended", kind="CollectiveError", within_s=30)
 
 
 class Averaging(torch.optim.Optimizer):
