@@ -119,11 +119,10 @@ class DistributedDataParallelConfig:
     ``bf16_compress_hook``."""
 
     offload_optimizer_states: bool = False
-    """Keep an optimizer's per-element state in pinned host memory between steps: 8/d bytes a parameter less on the
-    device for Adam, and the same training to the bit. In a step it is copied to the device a slice of the shards at a
-    time, while the previous slice is stepped and the one before that is copied back. A step then takes the time that
-    the link to the host needs for these bytes. The state of parameters that are stepped whole (Muon, LAMB) stays on the
-    device. Needs ``use_distributed_optimizer``; of no effect on one rank. ZeRO-Offload's optimizer states."""
+    """Keep an optimizer's state and main params in host memory, and compute the step there: 12/d bytes a parameter
+    less on the device for Adam with 16-bit weights. A step copies this rank's reduced gradients to the host, and the
+    new weights back; it takes the time that the link and the host's cores need. Needs ``use_distributed_optimizer``; of
+    no effect on one rank. ZeRO-Offload's optimizer states."""
 
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd

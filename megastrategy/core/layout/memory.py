@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..devices import pinned_bytes
+from ..devices import is_on_host, pinned_bytes
 from .layout import BufferLayout
 from .owners import Owners
 
@@ -16,11 +16,13 @@ _HOST = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
+    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params, without the padding between
+    parameters that are stepped as one tensor.
 
     ``staging_bytes`` (with pooled gradients) and ``received_bytes`` (where gradients are summed in a wider dtype than
-    they are sent in, except by gloo) are needed in addition while a backward is reduced. ``host_bytes`` of state are in
-    host memory, pinned where an accelerator computes, and are not included in the others.
+    they are sent in, except by gloo) are needed in addition while a backward is reduced. ``host_bytes`` are in host
+    memory, and are not included in the others: offloaded state, and beside an accelerator also main params and their
+    gradients, which are pinned.
     """
 
     param_bytes: int
@@ -50,8 +52,7 @@ def memory_use(
         state_tensors: the numbers that optimizers keep per element (Adam: 2), in the dtype that they step; an int, or
             by parameter. Factored state (Adafactor's) is not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
-        device: where training runs. Offloaded state of an accelerator is in pinned memory, whose allocations are
-            rounded up; one per bucket and state tensor is counted, as if all parameters of a bucket were in one group.
+        device: where training runs. Pinned memory is allocated once for each dtype of weights, and rounded up.
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
@@ -65,7 +66,9 @@ def memory_use(
         if buffer.has_separate_sums:
             grad_bytes += buffer.shard_numel * buffer.sum_dtype.itemsize
     state_bytes = 0
-    on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
+    host_bytes = 0
+    steps_on_host = layout.offloads_state and not is_on_host(device)
+    pinned: dict[torch.dtype, int] = {}  # bytes of main params, by dtype of the weights
     for index, spec in enumerate(layout.params):
         owned = layout.owned_range(index, dp_rank)
         owner = (rank_of or {}).get(index)
@@ -75,15 +78,17 @@ def memory_use(
         # State has the dtype that is stepped: fp32 for 16-bit weights, and never less than fp32 during the step.
         itemsize = max(spec.dtype.itemsize, 4)
         # Main params count as state, with which they are sharded: 12/d for bf16 are these 4 bytes and Adam's 8.
-        main_param_numel = numel if layout.has_separate_main(index) else 0
-        state_bytes += itemsize * main_param_numel
-        num_kept = _num_kept(state_tensors, index)
-        if layout.offloads_state and owner is None:
-            key = layout.slots[index].bucket, num_kept
-            on_host[key] = on_host.get(key, 0) + itemsize * numel
+        main_param_bytes = itemsize * numel if layout.has_separate_main(index) or steps_on_host else 0
+        kept_bytes = itemsize * numel * _num_kept(state_tensors, index)
+        if steps_on_host:
+            pinned[spec.dtype] = pinned.get(spec.dtype, 0) + main_param_bytes
         else:
-            state_bytes += itemsize * num_kept * numel
-    host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
+            state_bytes += main_param_bytes
+        if layout.offloads_state:
+            host_bytes += kept_bytes
+        else:
+            state_bytes += kept_bytes
+    host_bytes += sum(2 * pinned_bytes(nbytes, device) for nbytes in pinned.values())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
 
@@ -148,7 +153,7 @@ def describe_setup(
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
     if layout.offloads_state:
-        lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
+        lines.append(f"  the optimizer's state is on the host: {_mib(use.host_bytes)}, not counted above")
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
