@@ -151,8 +151,9 @@ def _read(file: bytes) -> dict[str, Any]:
 
 
 def _how(optimizer: DistributedOptimizer) -> str:
-    own, whole = set(optimizer._impl.shard_set.param_indices()), set(optimizer._impl.shard_set.whole.indices)
-    return "whole" if whole == own else "mixed" if whole else "flat"
+    indices = optimizer._impl.neighbour_groups().keys()
+    whole = optimizer._impl.owners().keys()
+    return "whole" if whole == indices else "mixed" if whole else "flat"
 
 
 def _call_if_there(optimizer: Any, name: str) -> None:

@@ -119,10 +119,11 @@ class DistributedDataParallelConfig:
     ``bf16_compress_hook``."""
 
     offload_optimizer_states: bool = False
-    """Keep an optimizer's state and main params in host memory, and compute the step there: 12/d bytes a parameter
-    less on the device for Adam with 16-bit weights. A step copies this rank's reduced gradients to the host, and the
-    new weights back; it takes the time that the link and the host's cores need. Needs ``use_distributed_optimizer``; of
-    no effect on one rank. ZeRO-Offload's optimizer states."""
+    """Step the optimizer on the host of an accelerator, where main params and state are. Saves 12/d bytes a parameter
+    on the device for Adam and 16-bit weights, 8/d for 32-bit ones, and takes 16/d on the host, where the reduced
+    gradients are copied to. The step runs there on all cores, and the new weights are copied back. Needs
+    ``use_distributed_optimizer``; of no effect on one rank and where training runs on the host. DeepSpeed's
+    ZeRO-Offload, and FSDP2's ``CPUOffloadPolicy``, with the user's optimizer."""
 
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd

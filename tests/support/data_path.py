@@ -36,6 +36,20 @@ def owners_of(model: Any) -> Owners:
     return Owners(model.engine.layout, rank_of)
 
 
+def state_bytes_of(optimizer: Any) -> int:
+    """Returns the bytes of main params and element-wise state on this rank, with the padding between parameters."""
+    impl = optimizer._impl
+    states = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    mains = sum(run.main.nbytes for run in impl.runs if run.has_main_param)
+    return mains + sum(value.nbytes for value in states if value.dim() > 0)
+
+
+def copied_grads(optimizer: Any) -> list[Tensor]:
+    """Returns the copies of reduced gradients that a step has made, in another dtype or in the shape of a parameter."""
+    grads = [run.main.grad for run in optimizer._impl.runs if run.copies_grad or run.grad is None]
+    return [grad for grad in grads if grad is not None]
+
+
 def stepped(optimizer: Any) -> list[Tensor]:
     """Returns the tensors that a wrapped optimizer steps on this rank."""
     return [run.main for run in optimizer._impl.runs]

@@ -26,7 +26,7 @@ from megastrategy.core import Event, combine_listeners
 from megastrategy.tools.profiling import run_target
 from megastrategy.tools.timeline import BEGINS_STEP, completes_step
 from tests.core.properties.test_memory import bytes_of
-from tests.support.held_tensors import tensors_in
+from tests.support.data_path import memory_of
 from tests.support.patience import HANG_S
 
 
@@ -34,9 +34,10 @@ def held(models: list[DistributedDataParallel], optimizers: list[torch.optim.Opt
     """Parameters, the modules' buffers, the engine's own, and what is stepped with its state."""
     for model in models:
         yield from (*model.module.parameters(), *model.module.buffers())
-        for buffers in (model.engine.grad_buffers, model.engine.param_buffers):
-            yield from tensors_in(buffers) if buffers is not None else ()
+        flats, grads = memory_of(model)
+        yield from [*flats, *grads]
     for optimizer in optimizers:
+        yield from (tensor.grad for tensor in optimizer.state if isinstance(tensor, Tensor) and tensor.grad is not None)
         yield from optimizer.state
         yield from (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor))
         yield from (param for group in optimizer.param_groups for param in group["params"])

@@ -15,9 +15,10 @@ from megastrategy._lightning.communication_monitor import _sent_bytes
 from megastrategy.core import EventKind, ParamSpec
 from megastrategy.tools.plan.live_bytes import local_tensor
 from megastrategy.tools.plan.memory import rank_memory
-from megastrategy.tools.plan.one_step import MeasuredStep, _held
+from megastrategy.tools.plan.one_step import MeasuredStep
 from megastrategy.tools.planned_layout import expert_domain, planned_layout
 from tests.core.properties.test_memory import bytes_of
+from tests.support.data_path import memory_of
 from tests.support.processes import run_processes
 from tests.support.scripts import run_script
 from tests.support.tiers import cases_that_run
@@ -45,11 +46,12 @@ def real_bytes(numbers: list[int]) -> dict[int, tuple[int, int]]:
         model, optimizer = planned_experts.train(ep, getattr(torch, dtype), options, num_steps=1)
         state = optimizer.optimizer.state
         values = [value for values in state.values() for value in values.values()]
-        weights = [local_tensor(held) for held in (*model.module.parameters(), *_held(model.engine.param_buffers))]
-        grads = [local_tensor(held) for held in _held(model.engine.grad_buffers)]
-        held = [*grads, *weights, *map(local_tensor, (*state, *values))]
-        # The gradients' buffers refer to the parts of experts, too.
-        found[number] = bytes_of(held), bytes_of([*weights, *grads]) - bytes_of(weights)
+        flats, grads = memory_of(model)
+        weights = [*map(local_tensor, model.module.parameters()), *flats]
+        on_host = model.layout.offloads_state  # of an accelerator: gradients in the dtype of main params, too
+        grads += [] if on_host else [run.main.grad for run in optimizer._impl.runs if run.main.grad is not None]
+        kept = [value for value in map(local_tensor, (*state, *values)) if not on_host or value.dim() == 0]
+        found[number] = bytes_of([*grads, *weights, *kept]), bytes_of(grads)
         model.close()
     return found
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
@@ -22,9 +21,10 @@ from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan.live_bytes import LiveBytes
 from megastrategy.tools.plan.memory import rank_memory
-from megastrategy.tools.plan.one_step import MeasuredStep, OneStep, _held
+from megastrategy.tools.plan.one_step import MeasuredStep, OneStep
 from megastrategy.tools.plan.scripts import PlanError, measure_script
 from tests.core.properties.test_memory import bytes_of, wide
+from tests.support.data_path import memory_of
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.scripts import run_script
 from tests.tools.planned_script import BATCH
@@ -98,12 +98,13 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
         collectives = with_instances(group, instances) if instances > 1 else None
         model = DistributedDataParallel(wide(dtype), config, group, collectives=collectives)
         optimizer = train(model, 2, dtype)
-        grads = [held for held in _held(model.engine.grad_buffers) if not isinstance(held, nn.Parameter)]
-        held = [*grads, *model.module.parameters(), *_held(model.engine.param_buffers)]
-        # As a step leaves it: neighbours in one piece, with the elements that align them, and a counter for each piece.
+        flats, grads = memory_of(model)
+        on_host = model.layout.offloads_state  # of an accelerator: gradients in the dtype of main params, too
+        grads += [] if on_host else [run.main.grad for run in optimizer._impl.runs if run.main.grad is not None]
+        held = [*grads, *model.module.parameters(), *flats]
         state = optimizer.optimizer.state
         values = [value for values in state.values() for value in values.values()]
-        held += [*state, *(value for value in values if not model.layout.offloads_state or value.dim() == 0)]
+        held += [value for value in [*state, *values] if not on_host or value.dim() == 0]
         return bytes_of(held), bytes_of(grads)
 
     total, grads = run_ranks(size, run)[0]

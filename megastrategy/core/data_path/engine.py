@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,9 @@ class SteppingOptimizer(Protocol):
 
     def owners(self) -> dict[int, int]:
         """Returns the rank that steps each whole parameter."""
+
+    def neighbour_groups(self) -> dict[int, Hashable]:
+        """Returns a key by parameter: neighbours with the same key are stepped as one tensor."""
 
 
 class Engine:
@@ -514,6 +517,7 @@ class Engine:
         """Describes the setup, in lines, through ``log``, which prints on rank 0 only."""
         state_tensors: dict[int, int] | None = {}
         rank_of: dict[int, int] = {}
+        groups: dict[int, Hashable] = {}
         for optimizer in (optimizer for ref in self.optimizers if (optimizer := ref()) is not None):
             of_optimizer = optimizer.num_kept()
             if state_tensors is None or of_optimizer is None:
@@ -521,6 +525,7 @@ class Engine:
             else:
                 state_tensors |= of_optimizer
             rank_of |= optimizer.owners()
+            groups |= optimizer.neighbour_groups()
         log(
             describe_setup(
                 self.layout,
@@ -529,6 +534,7 @@ class Engine:
                 state_tensors if self.has_optimizer else None,
                 owners=Owners(self.layout, rank_of),
                 device=self.device,
+                groups=groups if self.has_optimizer else None,
             )
         )
 

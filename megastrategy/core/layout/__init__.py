@@ -11,9 +11,11 @@ from .layout import (
     Bucket,
     BufferLayout,
     ParamSpec,
+    Part,
     Spans,
 )
 from .memory import describe_setup, memory_use
+from .neighbours import block_numel, neighbours
 from .owners import Owners
 from .recurrent_weights import ChunkPlace, find_weight_chunks
 from .strides import contiguous_stride, dense_stride
@@ -29,8 +31,10 @@ __all__ = [
     "Domain",
     "Owners",
     "ParamSpec",
+    "Part",
     "Spans",
     "better_layout_order",
+    "block_numel",
     "build_layout",
     "contiguous_stride",
     "dense_stride",
@@ -38,4 +42,5 @@ __all__ = [
     "domain_of_all",
     "find_weight_chunks",
     "memory_use",
+    "neighbours",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
-from ..devices import is_on_host, pinned_bytes
+from ..devices import pinned_bytes
 from .layout import BufferLayout
+from .neighbours import block_numel, neighbours
 from .owners import Owners
 
 _HOST = torch.device("cpu")
@@ -16,13 +18,13 @@ _HOST = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params, without the padding between
-    parameters that are stepped as one tensor.
+    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
 
+    ``grad_bytes`` contains the copies of reduced gradients that a step needs in another dtype or shape, which stay.
     ``staging_bytes`` (with pooled gradients) and ``received_bytes`` (where gradients are summed in a wider dtype than
     they are sent in, except by gloo) are needed in addition while a backward is reduced. ``host_bytes`` are in host
-    memory, and are not included in the others: offloaded state, and beside an accelerator also main params and their
-    gradients, which are pinned.
+    memory, main params and gradients pinned, and are not included in the others. ``first_backward_bytes``: parameters
+    and gradients at the end of the first backward, when they are in the module's memory still and in buffers already.
     """
 
     param_bytes: int
@@ -31,6 +33,7 @@ class MemoryUse:
     staging_bytes: int = 0
     received_bytes: int = 0
     host_bytes: int = 0
+    first_backward_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -43,6 +46,8 @@ def memory_use(
     state_tensors: int | Mapping[int, int],
     rank_of: Mapping[int, int] | None = None,
     device: torch.device = _HOST,
+    *,
+    groups: Mapping[int, Hashable] | None = None,
 ) -> MemoryUse:
     """Counts the bytes that the engine keeps for the trainable parameters, exactly, in tensors with
     one number per element.
@@ -52,12 +57,14 @@ def memory_use(
         state_tensors: the numbers that optimizers keep per element (Adam: 2), in the dtype that they step; an int, or
             by parameter. Factored state (Adafactor's) is not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
-        device: where training runs. Pinned memory is allocated once for each dtype of weights, and rounded up.
+        device: where training runs. Offloaded state of an accelerator is on the host: main params and gradients in
+            pinned memory, whose allocations are rounded up.
+        groups: by parameter, its optimizer's group. Neighbours of one group are stepped as one tensor, with the padding
+            between them. By default neighbours with the same ``state_tensors`` are of one group.
     """
-    sharded = layout.num_shards > 1
-    param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
-    if not sharded:  # parameters stay where the module has them
-        param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
+    params = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
+    is_sharded = layout.num_shards > 1
+    param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers) if is_sharded else params
     grad_bytes = 0
     for buffer in layout.buffers:
         if not layout.is_pooled:
@@ -65,32 +72,62 @@ def memory_use(
         # Beside the gradients where 16-bit ones are summed in fp32; instead of them where they are pooled.
         if buffer.has_separate_sums:
             grad_bytes += buffer.shard_numel * buffer.sum_dtype.itemsize
+    first_backward_bytes = param_bytes + grad_bytes + params + (params if is_sharded else 0)
+    offloads = layout.offloads_state and device.type != "cpu"
     state_bytes = 0
-    host_bytes = 0
-    steps_on_host = layout.offloads_state and not is_on_host(device)
-    pinned: dict[torch.dtype, int] = {}  # bytes of main params, by dtype of the weights
-    for index, spec in enumerate(layout.params):
-        owned = layout.owned_range(index, dp_rank)
-        owner = (rank_of or {}).get(index)
-        numel = owned[1] - owned[0] if owned is not None else 0
-        if owner is not None:
-            numel = spec.numel if owner == dp_rank % layout.num_shards else 0
-        # State has the dtype that is stepped: fp32 for 16-bit weights, and never less than fp32 during the step.
-        itemsize = max(spec.dtype.itemsize, 4)
-        # Main params count as state, with which they are sharded: 12/d for bf16 are these 4 bytes and Adam's 8.
-        main_param_bytes = itemsize * numel if layout.has_separate_main(index) or steps_on_host else 0
-        kept_bytes = itemsize * numel * _num_kept(state_tensors, index)
-        if steps_on_host:
-            pinned[spec.dtype] = pinned.get(spec.dtype, 0) + main_param_bytes
-        else:
-            state_bytes += main_param_bytes
-        if layout.offloads_state:
-            host_bytes += kept_bytes
-        else:
-            state_bytes += kept_bytes
-    host_bytes += sum(2 * pinned_bytes(nbytes, device) for nbytes in pinned.values())
+    pinned_by_dtype: dict[torch.dtype, int] = {}
+    if groups is None:
+        groups = {index: _num_kept(state_tensors, index) for index in range(len(layout.params))}
+    for run in _stepped(layout, dp_rank, groups, rank_of or {}, device):
+        spec = layout.params[run.param]
+        main_dtype = torch.float32 if spec.has_main_param else spec.dtype
+        main_bytes = run.numel * main_dtype.itemsize
+        if offloads:
+            pinned_by_dtype[spec.dtype] = pinned_by_dtype.get(spec.dtype, 0) + main_bytes
+        elif spec.has_main_param:
+            state_bytes += main_bytes
+        if run.grad_dtype != main_dtype and not offloads:
+            grad_bytes += main_bytes
+        state_bytes += _num_kept(state_tensors, run.param) * main_bytes
+    # Main params, and the gradients that are copied to them, are one allocation for each dtype of weights.
+    host_bytes = sum(2 * pinned_bytes(nbytes, device) for nbytes in pinned_by_dtype.values())
+    if offloads:
+        host_bytes += state_bytes
+        state_bytes = 0
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
-    return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
+    return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes, first_backward_bytes)
+
+
+class _Stepped(NamedTuple):
+    """A tensor that an optimizer steps: its first parameter, its elements, and the dtype of the reduced gradient in its
+    shape; None if there is no such gradient."""
+
+    param: int
+    numel: int
+    grad_dtype: torch.dtype | None
+
+
+def _stepped(
+    layout: BufferLayout,
+    dp_rank: int,
+    groups: Mapping[int, Hashable],
+    rank_of: Mapping[int, int],
+    device: torch.device,
+) -> Iterator[_Stepped]:
+    if layout.num_shards == 1:
+        for index, spec in enumerate(layout.params):
+            if index in groups:
+                yield _Stepped(index, spec.numel, spec.grad_dtype)
+        return
+    max_numel = block_numel(layout, device)
+    for bucket in layout.buckets:
+        buffer = layout.buffers[bucket.buffer]
+        dtype = buffer.sum_dtype if buffer.has_separate_sums else buffer.grad_dtype
+        for _, parts in neighbours(layout, bucket, dp_rank, groups, rank_of, max_numel, set(groups.values())):
+            yield _Stepped(parts[0].param, parts[-1].end - parts[0].start, dtype)
+        for index in bucket.params:
+            if rank_of.get(index) == bucket.domain.shard_of(dp_rank):
+                yield _Stepped(index, layout.params[index].numel, None)
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
@@ -113,17 +150,18 @@ def describe_setup(
     *,
     owners: Owners | None = None,
     device: torch.device = _HOST,
+    groups: Mapping[int, Hashable] | None = None,
 ) -> str:
     """Returns the lines printed at the start of a fit: the reduction, and the bytes of a rank beside torch DDP's.
 
     Args:
         overlap: whether buckets are sent while backward runs.
-        state_tensors, device: as for :func:`memory_use`; None if the optimizer's state is not known yet.
+        state_tensors, device, groups: as for :func:`memory_use`; None if the optimizer's state is not known yet.
         owners: of parameters that are stepped whole.
     """
     numels = [bucket.numel for bucket in layout.buckets]
     rank_of = owners.rank_of if owners is not None else {}
-    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of, device)
+    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of, device, groups=groups)
     if layout.dp_size == 1:
         reduction = "nothing is sent, nothing is sharded"
     elif layout.num_shards == 1:
@@ -152,8 +190,16 @@ def describe_setup(
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
-    if layout.offloads_state:
-        lines.append(f"  the optimizer's state is on the host: {_mib(use.host_bytes)}, not counted above")
+    if use.host_bytes:
+        lines.append(
+            f"  the optimizer steps on the host, with {_mib(use.host_bytes)} of main params, gradients and state "
+            "there, not counted above"
+        )
+    if layout.dp_size > 1:
+        lines.append(
+            f"  the end of the first backward needs {_mib(use.first_backward_bytes)} for parameters and gradients, "
+            "which move into buffers then"
+        )
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "

@@ -93,7 +93,7 @@ def _send_round(
     received_sizes = [_numel(received.get(rank, ())) for rank in range(ranks.size)]
     values = empty.new_empty(sum(received_sizes))
     ranks.all_to_all(values, packed, received_sizes, sizes).wait()
-    if onto_host and received:
+    if onto_host and values.numel():
         ranks.wait_for_device(empty.device, "all-to-all")  # the host copies next, and a rank may be gone
     ranges = [one for of_rank in received.values() for one in of_rank]
     write(ranges, values.split([end - start for start, end in ranges]))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +33,10 @@ from torch import Tensor
 
 from .. import devices
 from ..data_path import Bucket, Memory
-from ..layout import BufferLayout
+from ..layout import BufferLayout, Part, block_numel, neighbours
 
 Values = dict[str, Any]
 """The state of one tensor, by name."""
-
-HOST_BLOCK_NUMEL = 2**17
-"""The largest run on the host: Adam's four tensors then take 2 MB in fp32, about a core's second-level cache. A longer
-one leaves the cache in each operation of a foreach step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """Addresses ``[start, end)`` of one parameter in its buffer."""
-
-    param: int
-    start: int
-    end: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +56,7 @@ class Run:
 
     bucket: int
     group: int
-    members: list[Member]
+    members: list[Part]
     main: Tensor
     weights: Tensor | None
     grad: Tensor | None
@@ -106,11 +93,11 @@ class Run:
         """Whether a value of the state has an element for each of ``main``."""
         return isinstance(value, Tensor) and value.shape == self.main.shape
 
-    def read(self, value: Tensor, member: Member) -> Tensor:
+    def read(self, value: Tensor, member: Part) -> Tensor:
         """Returns the member's elements of an element-wise value, 1-D."""
         return flat(value)[member.start - self.start : member.end - self.start]
 
-    def split(self, parts: Sequence[Sequence[Member]], state: Any) -> list[Run]:
+    def split(self, parts: Sequence[Sequence[Part]], state: Any) -> list[Run]:
         """Divides the run and its state into runs of these members."""
         values = state.pop(self.main, None)
         runs = []
@@ -153,15 +140,13 @@ def make_runs(
     assert weights is not None, "sharded"
     layout = memory.layout
     offloads = layout.offloads_state and not devices.is_on_host(memory.device)
-    block_numel = HOST_BLOCK_NUMEL if devices.is_on_host(memory.device) else 2**62
-    if offloads:
-        block_numel = HOST_BLOCK_NUMEL * torch.get_num_threads()
+    max_numel = block_numel(layout, memory.device)
     runs = []
     for bucket in buckets:
         plan = bucket.plan
         flat_weights = weights.flats[plan.buffer]
         first = layout.shard_range(plan, rank)[0]
-        for group, members in _neighbours(layout, plan.params, rank, groups, owners, block_numel, joined):
+        for group, members in neighbours(layout, plan, rank, groups, owners, max_numel, joined):
             start = members[0].start
             end = members[-1].end
             grad = bucket.shard[start - first : end - first]
@@ -171,7 +156,7 @@ def make_runs(
                 spec = layout.params[param]
                 slot = layout.slots[param]
                 main = flat_weights[slot.start : slot.end].as_strided(spec.shape, spec.stride)
-                member = Member(param, slot.start, slot.end)
+                member = Part(param, slot.start, slot.end)
                 runs.append(Run(plan.index, groups[param], [member], main, None, None, is_whole=True))
     add_main_params(runs, layout, offloads=offloads)
     return runs
@@ -190,49 +175,12 @@ def make_unsharded_runs(
         for param in bucket.plan.params:
             if param in groups:
                 slot = layout.slots[param]
-                member = Member(param, slot.start, slot.end)
+                member = Part(param, slot.start, slot.end)
                 grad = memory.grad_views[param] if memory.keeps_grads else None
                 main = parts[param].data  # with a version counter of its own
                 runs.append(Run(bucket.plan.index, groups[param], [member], main, None, grad, is_whole=True))
     add_main_params(runs, layout)
     return runs
-
-
-def _neighbours(
-    layout: BufferLayout,
-    params: Sequence[int],
-    rank: int,
-    groups: Mapping[int, int],
-    owners: Mapping[int, int],
-    block_numel: int,
-    joined: Collection[int],
-) -> Iterable[tuple[int, list[Member]]]:
-    def group_of(param: int) -> int | None:
-        return None if param in owners else groups.get(param)
-
-    for group, neighbours in itertools.groupby(params, group_of):
-        if group is None:
-            continue
-        spans = [(param, layout.owned_range(param, rank)) for param in neighbours]
-        members = [Member(param, *span) for param, span in spans if span is not None]
-        if group not in joined:
-            yield from ((group, [member]) for member in members)
-            continue
-        for block in _blocks([member for member in members if member.start < member.end], block_numel):
-            yield group, block
-        yield from ((group, [member]) for member in members if member.start == member.end)
-
-
-def _blocks(members: Sequence[Member], numel: int) -> Iterable[list[Member]]:
-    """Cuts neighbouring members into blocks of so many elements."""
-    blocks: dict[int, list[Member]] = {}
-    for member in members:
-        first = members[0].start
-        for number in range((member.start - first) // numel, (member.end - 1 - first) // numel + 1):
-            start = max(member.start, first + number * numel)
-            end = min(member.end, first + (number + 1) * numel)
-            blocks.setdefault(number, []).append(Member(member.param, start, end))
-    return blocks.values()
 
 
 def add_main_params(runs: Sequence[Run], layout: BufferLayout, *, offloads: bool = False) -> None:
@@ -300,6 +248,6 @@ def flat(dense: Tensor) -> Tensor:
     return dense if dense.dim() == 1 and dense.is_contiguous() else dense.as_strided((dense.numel(),), (1,))
 
 
-def group_members(members: Sequence[Member], key: Callable[[Member], Any]) -> list[list[Member]]:
+def group_members(members: Sequence[Part], key: Callable[[Part], Any]) -> list[list[Part]]:
     """Divides members into neighbours with equal keys."""
     return [list(of_key) for _, of_key in itertools.groupby(members, key)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,13 @@ class ShardedOptimizer:
             else len(self.element_names)
             for index, group in self._group_of.items()
         }
+
+    def neighbour_groups(self) -> dict[int, Hashable]:
+        """Returns a key by parameter: neighbours with the same key are stepped as one tensor."""
+        self._update_groups()
+        joined = self._joined_groups()
+        number = next(number for number, ref in enumerate(self.engine.optimizers) if ref() is self)
+        return {i: (number, group, None if group in joined else i) for i, group in self._group_of.items()}
 
     def owners(self) -> dict[int, int]:
         """Returns the rank that steps each whole parameter; before there is a plan, as it would be without another

@@ -14,12 +14,14 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..collectives import Collectives
 from ..errors import CheckpointError
@@ -438,7 +440,7 @@ def full_main_params(optimizer: ShardedOptimizer, *, everywhere: bool = False) -
     specs = optimizer.engine.layout.params
     if optimizer.has_made_runs and not optimizer.is_sharded:
         mains = {specs[run.members[0].param].name: run.main for run in optimizer.runs if run.has_main_param}
-        return to_host(mains | optimizer.frozen_main_params)  # type: ignore[no-any-return]
+        return _in_order_of_registration(optimizer, to_host(mains | optimizer.frozen_main_params))
     named = _gathered(optimizer, _is_main_param, everywhere=everywhere)
     if named is None:
         return None
@@ -450,7 +452,11 @@ def full_main_params(optimizer: ShardedOptimizer, *, everywhere: bool = False) -
                 weight = engine.local_parts.local_view(param).detach()
                 named.setdefault(index, {}).setdefault(MAIN_PARAM, weight.to("cpu", torch.float32))
     mains = {specs[index].name: values[MAIN_PARAM] for index, values in sorted(named.items()) if MAIN_PARAM in values}
-    return mains | to_host(optimizer.frozen_main_params)  # type: ignore[no-any-return]
+    return _in_order_of_registration(optimizer, mains | to_host(optimizer.frozen_main_params))
+
+
+def _in_order_of_registration(optimizer: ShardedOptimizer, mains: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mains[name] for name in optimizer.engine.named_params() if name in mains}
 
 
 Wanted = Callable[[str], bool]
@@ -793,8 +799,12 @@ def load_groups(
     # torch has cast the state to the Parameter's dtype. A frozen 16-bit one that joins later has an fp32 main param.
     for param in optimizer.engine.watch.frozen:
         for key, value in without_runs.get(param, {}).items() if param.dtype in SIXTEEN_BIT_DTYPES else ():
-            if type(value) is Tensor and key != "step":
-                inner.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
+            if key != "step":
+                inner.state[param][key] = tree_map(functools.partial(_in_fp32, param.device), value)
+
+
+def _in_fp32(device: torch.device, value: Any) -> Any:
+    return value.detach().to(device, torch.float32, copy=True) if type(value) is Tensor else copy.deepcopy(value)
 
 
 def load_main_params(optimizer: ShardedOptimizer, main_params: Mapping[str, Tensor]) -> None:

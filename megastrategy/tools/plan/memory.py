@@ -10,7 +10,7 @@ import torch
 
 from ...core import BufferLayout, DistributedDataParallelConfig, memory_use
 from ..planned_layout import planned_layout
-from .one_step import MeasuredStep, ModelPlan
+from .one_step import MeasuredStep, ModelPlan, device_of
 
 Verdict = Literal["fits", "close", "does not"]
 
@@ -36,7 +36,9 @@ class RankMemory:
         exchange_bytes: of what other ranks send while a backward runs, where ranks add it up themselves.
         activation_bytes: the most temporaries at once, with the batch: saved tensors, staging buffers, scratch of the
             optimizers.
-        saved_bytes: the part of them that was alive at the end of the first forward.
+        first_backward_bytes: of weights and gradients before the end of the first backward, and the most at its end,
+            when they move into buffers.
+        saved_bytes: the part of the temporaries that was alive at the end of the first forward.
         computes: whether the step was carried out, and not its shapes alone.
     """
 
@@ -48,6 +50,7 @@ class RankMemory:
     state_bytes: int
     exchange_bytes: int
     activation_bytes: int
+    first_backward_bytes: tuple[int, int]
     saved_bytes: int
     computes: bool
 
@@ -58,8 +61,10 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The most at once."""
-        return self.fixed_bytes + self.exchange_bytes + self.activation_bytes
+        """The most at once, in any step."""
+        before, at_end = self.first_backward_bytes
+        first = self.frozen_bytes + max(before + self.activation_bytes, at_end)
+        return max(self.fixed_bytes + self.exchange_bytes + self.activation_bytes, first)
 
     def verdict(self, device_bytes: int) -> Verdict:
         """Returns whether it fits a device; ``close`` if it does by less than :data:`CLOSE_SHARE`."""
@@ -135,6 +140,10 @@ def _of_layouts(step: MeasuredStep, layouts: Sequence[BufferLayout]) -> RankMemo
     return RankMemory(
         step.dp_size,
         **{name: sum(part[name] for part in parts) for name in _STATES},
+        first_backward_bytes=(
+            2 * sum(spec.numel * spec.dtype.itemsize for layout in layouts for spec in layout.params),
+            sum(memory_use(layout, 0, 0).first_backward_bytes for layout in layouts),
+        ),
         activation_bytes=step.input_bytes + max(step.backward_peak_bytes, step.step_peak_bytes),
         saved_bytes=step.saved_bytes,
         computes=step.computes,
@@ -163,8 +172,8 @@ def _states(model: ModelPlan, layout: BufferLayout) -> dict[str, int]:
     for index, rank in owners.items():
         loads[rank] += layout.params[index].numel
     fullest = max(loads, key=lambda rank: loads[rank])
-    use = memory_use(layout, fullest, model.num_kept, owners)
-    main_param_bytes = memory_use(layout, fullest, 0, owners).state_bytes
+    use = memory_use(layout, fullest, model.num_kept, owners, device_of(layout), groups=model.groups)
+    main_param_bytes = memory_use(layout, fullest, 0, owners, device_of(layout), groups=model.groups).state_bytes
     return {
         "weight_bytes": use.param_bytes,
         "frozen_bytes": model.frozen_bytes + model.buffer_bytes,

@@ -7,14 +7,13 @@ that marks the step's phases in what :class:`.LiveBytes` counts.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import importlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +48,17 @@ class ModelPlan:
         config: the options.
         num_kept: by parameter, how many numbers optimizers keep for each element.
         rank_of: the owners of parameters that are stepped whole.
+        groups: by parameter, its optimizer's group: neighbours of one group are stepped as one tensor.
         frozen_bytes: of parameters that are not trained.
         buffer_bytes: of the module's buffers.
-        other_state_bytes: of optimizer state that is no number for each element of a parameter: counters, factors, and
-            what is stepped along for the elements that align the next parameter.
+        other_state_bytes: of optimizer state that is no number for each element of a parameter: counters, factors.
     """
 
     layout: BufferLayout
     config: DistributedDataParallelConfig
     num_kept: Mapping[int, int]
     rank_of: Mapping[int, int]
+    groups: Mapping[int, Hashable]
     frozen_bytes: int
     buffer_bytes: int
     other_state_bytes: int
@@ -197,11 +197,11 @@ class OneStep:
             self._begun.add(number)
         elif event.kind is EventKind.FORWARD_END and event.index and not self._saved_bytes:
             self._saved_bytes = live.live_bytes
-        elif event.kind is EventKind.BACKWARD_END:
-            # Autograd's own, where no buffer has them: they are gradients, and no temporaries.
-            if not model.layout.is_pooled:
-                live.keep(param.grad for param in model.engine.params if param.grad is not None)
-            live.keep(_held(model.engine.grad_buffers))
+        elif event.kind is EventKind.GRAD_READY:
+            # Before there is a plan, and without buffers, gradients are autograd's own: no temporaries.
+            grad = model.engine.params[event.index].grad
+            if grad is not None and (model.engine.reducer.memory is None or not model.layout.is_pooled):
+                live.keep([grad])
         elif event.kind is EventKind.STEP_START:
             self._step_start = live.position()
         elif event.kind is EventKind.STEP_END:
@@ -223,9 +223,7 @@ class OneStep:
         """Sums up the counts; to be called once all steps are complete."""
         live = self.live
         for model in self._models.values():
-            live.keep(_held(model.engine.grad_buffers))
-            live.keep(_held(model.engine.param_buffers))
-            live.keep(_mains(model.engine).values())
+            live.keep([*_buffers(model.engine), *_mains(model.engine)])
         for optimizer in self._optimizers.values():
             live.keep(_state_of(optimizer))
         live.stop()
@@ -266,12 +264,12 @@ class OneStep:
         missing: list[tuple[int, int, type, int | None]] = []
         for number, model in self._models.items():
             num_kept = models[number].num_kept
-            for holder in _holders(model.engine):
-                indices: list[int] = holder.param_indices()
+            for stepping in _optimizers_of(model.engine):
+                indices = list(stepping.neighbour_groups())
                 # One that has stepped a trained model and has no state keeps none (SGD).
-                least = 0 if number in self._begun and id(holder.inner) in self._optimizers else None
+                least = 0 if number in self._begun and id(stepping.inner) in self._optimizers else None
                 num_of_optimizer = max((num_kept[index] for index in indices if index in num_kept), default=least)
-                kind = type(holder.inner)
+                kind = type(stepping.inner)
                 missing += [(number, index, kind, num_of_optimizer) for index in indices if index not in num_kept]
                 if num_of_optimizer is not None:
                     of_class[kind] = max(num_of_optimizer, of_class.get(kind, 0))
@@ -295,52 +293,53 @@ class OneStep:
         frozen = {id(p): local_tensor(p).nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
         buffers = {id(b): b.nbytes for b in module.buffers()}
         num_kept = self._num_kept(engine)
+        rank_of: dict[int, int] = {}
+        groups: dict[int, Hashable] = {}
+        for optimizer in _optimizers_of(engine):
+            rank_of |= optimizer.owners()
+            groups |= optimizer.neighbour_groups()
         return ModelPlan(
             layout,
             model.engine.config,
             num_kept,
-            dict(engine.owners.rank_of),
+            rank_of,
+            groups,
             sum(frozen.values()),
             sum(buffers.values()),
             0,
         )
 
     def _state_bytes(self) -> int:
-        """The device's memory of what optimizers keep and step, weights apart."""
-        weights: list[Tensor] = []
-        on_host = set(map(id, self._kept_on_host()))
-        state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
-        state = [tensor for tensor in state if id(tensor) not in on_host]
+        """The device's memory of what optimizers keep and step, weights and gradients apart."""
+        others: list[Tensor] = []
+        on_host: set[int] = set()  # by id, the tensors that are stepped on the host of an accelerator
+        state: list[Tensor] = []
         for model in self._models.values():
-            weights += [*model.module.parameters(), *_held(model.engine.param_buffers)]
-            # Main params of an optimizer that has made no step are there, too, and not yet in its groups.
-            state += _mains(model.engine).values()
-        return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
-
-    def _kept_on_host(self) -> Iterator[Tensor]:
-        """State of shards that is in the host's memory between steps, with the elements between them."""
-        offloading = [model.engine for model in self._models.values() if model.layout.offloads_state]
-        shards = [shard for engine in offloading for holder in _holders(engine) for shard in holder.shards.values()]
-        elsewhere = {id(shard.main) for shard in shards if not shard.is_cut}
-        for optimizer in self._optimizers.values() if shards else ():
+            others += [*model.module.parameters(), *_buffers(model.engine)]
+            if model.layout.offloads_state:
+                on_host |= set(map(id, _mains(model.engine)))
+            else:
+                state += _mains(model.engine)
+        for optimizer in self._optimizers.values():
+            state += [tensor for tensor in optimizer.state if isinstance(tensor, Tensor) and id(tensor) not in on_host]
             for tensor, values in optimizer.state.items():
-                # The keys that are Parameters are those outside of the model.
-                if not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in elsewhere:
-                    yield from (value for value in _tensors(values) if value.dim() > 0)
+                state += [value for value in _tensors(values) if id(tensor) not in on_host or value.dim() == 0]
+            state += [
+                param for group in optimizer.param_groups for param in group["params"] if id(param) not in on_host
+            ]
+        return _covered_bytes([*others, *state]) - _covered_bytes(others)
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
         num_kept: dict[int, int] = {}
         # As trials have shown, whether or not the step reached the parameters, or this rank's parts of them.
-        for holder in _holders(engine):
-            num_kept |= holder.num_kept() or {}
+        for optimizer in _optimizers_of(engine):
+            num_kept |= optimizer.num_kept() or {}
         # Steps of whole parameters need no trial, so their state is counted.
-        stepped = engine.index_by_id | {id(main): index for index, main in _mains(engine).items()}
-        for optimizer in self._optimizers.values():
-            for tensor, values in optimizer.state.items():
-                index = stepped.get(id(tensor))
-                if index is not None and index not in num_kept:
-                    alike = [value for value in _tensors(values) if value.dim() > 0]
-                    num_kept[index] = sum(value.numel() == tensor.numel() for value in alike)
+        for stepped in self._optimizers.values():
+            for tensor, values in stepped.state.items():
+                alike = [value for value in _tensors(values) if value.dim() > 0]
+                for index in _indices_of(engine, tensor):
+                    num_kept.setdefault(index, sum(value.numel() == tensor.numel() for value in alike))
         return num_kept
 
     def _per_element_bytes(self, model: DistributedDataParallel, plan: ModelPlan) -> int:
@@ -348,22 +347,18 @@ class OneStep:
 
         An optimizer has no state where the step has reached none of this rank's shards.
         """
-        states = [
-            (local_tensor(tensor), values)
-            for each in self._optimizers.values()
-            for tensor, values in each.state.items()
-        ]
-        # Neighbours are stepped as one tensor, which their mains are views of.
-        spans = sorted(
-            (t.data_ptr(), t.data_ptr() + t.nbytes) for t, values in states if isinstance(t, Tensor) and values
-        )
         made: dict[int, int] = {}
-        for index, tensor in (dict(enumerate(model.engine.params)) | _mains(model.engine)).items():
-            address = local_tensor(tensor).data_ptr()
-            place = bisect.bisect_right(spans, address, key=lambda span: span[0]) - 1
-            if place >= 0 and address < spans[place][1]:
-                made[index] = plan.num_kept.get(index, 0)
-        return memory_use(model.engine.layout, 0, made, plan.rank_of).state_bytes
+        for stepped in self._optimizers.values():
+            for tensor, values in stepped.state.items():
+                for index in _indices_of(model.engine, tensor) if values else ():
+                    made[index] = plan.num_kept.get(index, 0)
+        device = device_of(model.layout)
+        return memory_use(model.layout, 0, made, plan.rank_of, device, groups=plan.groups).state_bytes
+
+
+def device_of(layout: BufferLayout) -> torch.device:
+    """Returns the device that is planned for: state is only on the host of an accelerator."""
+    return torch.device("cuda" if layout.offloads_state else "cpu")
 
 
 def _covered_bytes(tensors: Iterable[Tensor]) -> int:
@@ -376,14 +371,32 @@ def _covered_bytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def _holders(engine: Any) -> list[Any]:
+def _optimizers_of(engine: Any) -> list[Any]:
     """The optimizers of a model that are alive."""
-    return [holder for ref in engine.shard_holders if (holder := ref()) is not None]
+    return [optimizer for ref in engine.optimizers if (optimizer := ref()) is not None]
 
 
-def _mains(engine: Any) -> dict[int, Tensor]:
-    """The shards and main params that optimizers step in place of parameters on this rank, by parameter."""
-    return {index: shard.main for holder in _holders(engine) for index, shard in holder.shards.items()}
+def _mains(engine: Any) -> list[Tensor]:
+    """The tensors that optimizers step in place of parameters on this rank."""
+    return [run.main for optimizer in _optimizers_of(engine) for run in optimizer.runs]
+
+
+def _indices_of(engine: Any, tensor: Tensor) -> list[int]:
+    """The parameters that a tensor with state is stepped for."""
+    if id(tensor) in engine.index_by_id:
+        return [engine.index_by_id[id(tensor)]]
+    runs = [run for optimizer in _optimizers_of(engine) for run in optimizer.runs if run.main is tensor]
+    return [member.param for run in runs for member in run.members]
+
+
+def _buffers(engine: Any) -> list[Tensor]:
+    """The engine's own memory for weights and gradients, with the copies of gradients that are stepped."""
+    memory = engine.reducer.memory
+    grads = [main.grad for main in _mains(engine) if main.grad is not None]
+    if memory is None:
+        return grads
+    sums = [tensor for tensor in memory.sums if tensor is not None]
+    return [*grads, *memory.grads, *sums, *(memory.weights.flats if memory.weights is not None else ())]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -395,14 +408,6 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     yield from (tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
     yield from _tensors(list(optimizer.state.values()))
     yield from (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _held(buffers: Any) -> Iterator[Tensor]:
-    """Yields the tensors in the lists of an object of the engine's, and in the records of buckets in these lists."""
-    lists = [value for value in vars(buffers).values() if isinstance(value, list)] if buffers is not None else []
-    items = [item for value in lists for item in value]
-    items += [value for item in items if dataclasses.is_dataclass(item) for value in vars(item).values()]
-    yield from (item for item in items if isinstance(item, Tensor) and item.layout == torch.strided)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout.memory import describe_setup, memory_use
-from tests.support.data_path import memory_of
+from tests.support.data_path import memory_of, state_bytes_of
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import assert_equal, assert_stands_in, batch
 from tests.support.models import awkward_model, images, two_layers
@@ -105,13 +105,10 @@ def test_memory_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
                 model(batch(rank, number).bfloat16()).square().sum().backward()
             model(batch(rank, number + 5).bfloat16()).square().sum().backward()
             optimizer.step()
-        padded, own = sum(buffer.numel for buffer in model.layout.buffers), 0
-        for index in range(len(model.engine.params)):
-            start, end = model.layout.owned_range(index, rank) or (0, 0)
-            own += end - start
+        padded = sum(buffer.numel for buffer in model.layout.buffers)
         use = memory_use(model.layout, rank, 2)
         assert use.grad_bytes == sum(tensor.nbytes for tensor in memory_of(model)[1]) == 4 * padded // size
-        assert use.total_bytes == 2 * padded + 4 * padded // size + 12 * own
+        assert use.total_bytes == 2 * padded + 4 * padded // size + state_bytes_of(optimizer)
         numel = sum(param.numel() for param in model.parameters())
         assert use.total_bytes < (2 + 16 / size) * numel * 1.25, "of which a quarter is padding at most"
         model.close()

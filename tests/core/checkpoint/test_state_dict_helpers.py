@@ -178,3 +178,23 @@ def test_directories_through_wrappers_cross(saves: bool, loads: bool, tmp_path: 
     expected = run_processes(2, save_directory, saves, str(tmp_path / "saved"))
     for mine, theirs in zip(run_processes(2, load_directory, loads, str(tmp_path / "saved")), expected, strict=True):
         assert all(map(torch.equal, mine, theirs))
+
+
+def continued_after_a_look(ours: bool) -> list[Tensor]:
+    """A state is loaded, looked at by torch's helper, and stepped."""
+    first = made(ours)
+    step(*first)
+    step(*first)
+    state = first[1].state_dict()
+    second = made(ours, seed=1)
+    second[0].module.load_state_dict(first[0].module.state_dict())
+    second[1].load_state_dict(state)
+    get_optimizer_state_dict(*second)
+    step(*second)
+    return weights_of(second[0])
+
+
+def test_helpers_leave_a_loaded_state_before_the_first_step() -> None:
+    """They make a state by a step of an optimizer that seems to have none."""
+    for mine, theirs in zip(*(run_processes(2, continued_after_a_look, ours) for ours in (True, False)), strict=True):
+        assert all(map(torch.equal, mine, theirs))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastrategy.core.trials import equal
+from megastrategy.core.trials.values import equal
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Trainee, meshes, train_alone
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import devices
-from megastrategy.core.layout import memory
 from megastrategy.core.layout.memory import describe_setup, memory_use
-from tests.support.data_path import kept_numel, main_params_of
+from tests.support.data_path import grads_of
 from tests.support.given import Ours, adam, assert_same_file, momentum, trained
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
@@ -93,20 +92,23 @@ def test_weights_changed_between_steps_are_taken(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_on_the_host_are_the_tables(dtype: torch.dtype) -> None:
-    """Main params, their gradients, and the state, without the padding between parameters."""
+def test_table_has_host_memory_apart(dtype: torch.dtype) -> None:
+    """Main params and gradients are one pinned allocation each, which torch rounds up to a power of two."""
+    device = torch.device("cuda")
 
     def run(rank: int, group: ProcessGroup) -> None:
         ours = OursThere(group, adam, dtype)
         ours.train(range(2))
-        numel = sum(main.numel() for main in main_params_of(ours.optimizer).values())
-        runs = ours.optimizer._impl.runs
-        assert all(run.host_grad is not None and run.host_grad.shape == run.main.shape for run in runs)
-        use = memory_use(ours.model.layout, rank, state_tensors=3)  # with amsgrad
-        assert kept_numel(ours.optimizer) == 3 * numel
-        assert (use.state_bytes, use.host_bytes) == (0, 4 * 5 * numel)
-        assert "on the host" in describe_setup(ours.model.layout, rank, True, 2)
+        mains = sum(run.main.nbytes for run in ours.optimizer._impl.runs)
+        total = sum(tensor.nbytes for tensor in ours.state_tensors())
+        num_kept = ours.optimizer._impl.num_kept() or 0
+        use = memory_use(ours.model.layout, rank, num_kept, device=device)
+        assert use.state_bytes == 0
+        assert use.host_bytes == total - mains + 2 * devices.pinned_bytes(mains, device)
+        assert use.grad_bytes == sum(tensor.nbytes for tensor in grads_of(ours.model)), "copies are on the host"
+        text = describe_setup(ours.model.layout, rank, True, num_kept, device=device)
+        assert f"with {use.host_bytes / 2**20:,.2f} MiB of main params, gradients and state there" in text
         ours.model.close()
 
-    with accelerator(), mock.patch.object(memory, "is_on_host", return_value=False):
+    with accelerator():
         run_ranks(2, run)

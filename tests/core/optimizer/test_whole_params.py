@@ -19,7 +19,7 @@ from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.memory import memory_use
 from megastrategy.core.layout.owners import Owners
 from tests.support import optimizers
-from tests.support.data_path import kept_numel, main_params_of, owners_of
+from tests.support.data_path import main_params_of, owners_of, state_bytes_of
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, try_ranks
@@ -129,9 +129,7 @@ def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, d
         counts = (adamw._impl.num_kept() or {}) | (muon._impl.num_kept() or {})
         assert sorted(counts.values()) == [1, 1, 2, 2]
         use = memory_use(model.layout, rank, counts, owners_of(model).rank_of)
-        mains |= main_params_of(adamw)
-        of_state = 4 * (kept_numel(adamw) + kept_numel(muon))
-        assert use.state_bytes == of_state + sum(main.nbytes for main in mains.values())
+        assert use.state_bytes == state_bytes_of(adamw) + state_bytes_of(muon)
         return expected
 
     owned = run_ranks(size, run)
