@@ -95,7 +95,10 @@ class TokenWindow:
         """Begins to count losses."""
         if not self.is_used:
             self.is_used = True
-            self.state = NONE if any(self._flags()) and not self._is_final else None
+            has_grad = self._flags()
+            is_open = any(has_grad) and not self._is_final
+            self.state = NONE if is_open else None
+            self._had_grad = has_grad if is_open else b""
         return self
 
     def pop_announced(self) -> float | None:
