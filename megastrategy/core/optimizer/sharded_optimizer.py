@@ -443,9 +443,9 @@ class ShardedOptimizer:
         for main_params in self._main_params:
             main_params.round()
         if self.is_sharded:
-            buckets = [bucket.plan.index for bucket in self._buckets if 1 in bucket.used]
+            # All of them: a gradient that user code has written on one rank must not decide what all ranks send.
             # The first layers, which the next forward needs first, are in the last buckets.
-            self.engine.gather.start(buckets[::-1], self._spans)
+            self.engine.gather.start([bucket.plan.index for bucket in self._buckets[::-1]], self._spans)
             self.engine.gather.finish_step()
         # A backward through a graph from before the step must raise, as it does with torch's optimizers.
         if self._touched is None:

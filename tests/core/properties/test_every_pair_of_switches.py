@@ -166,16 +166,14 @@ class Watched:
             assert len(starts) > len(self.layout.buffers)
 
     def step(self, step: int) -> None:
-        """Every bucket with a gradient of any rank was gathered once, in the step; module buffers were sent before."""
+        """Every bucket of new weights was gathered once in the step, and module buffers were sent before it."""
         config, sent = self.row.config, len(self.collectives.named("broadcast"))
         self.training.step(step)
         if step > 0:  # the order of buckets is broadcast too, once
             assert (len(self.collectives.named("broadcast")) > sent) == config.broadcast_buffers
         gathers = [call for call in self.new_calls() if call.name == "all_gather"]
         sharded = config.use_distributed_optimizer
-        params = self.model.engine.params
-        has_grad = [any(params[index].grad is not None for index in bucket.params) for bucket in self.layout.buckets]
-        numels = [bucket.numel for bucket, flag in zip(self.layout.buckets, has_grad, strict=True) if flag]
+        numels = [bucket.numel for bucket in self.layout.buckets]
         assert [call.numel for call in gathers] == (numels[::-1] if sharded else [])
         assert {call.dtype for call in gathers} <= {self.row.dtype}
         events = self.new_events()
