@@ -166,3 +166,7 @@ KINDS = {
     "replicated": _kind("megatron_ddp", use_distributed_optimizer=False),
     "other_buckets": _kind("megatron_ddp", bucket_size=400),
 }
+
+
+def small_steps(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0)
