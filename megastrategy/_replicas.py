@@ -70,6 +70,7 @@ class Replicas:
 
     Attributes:
         epoch, batch: the loop's place: the present epoch, and the batches of it so far.
+        step: the number of steps that the replicas have made.
         dropped: whether the last batch was dropped, and no optimizer stepped.
         healed: whether the state of another replica was taken in the last batch.
         should_stop: whether some replica's :meth:`stop` was called, and the last batch was the last one.
@@ -107,7 +108,7 @@ class Replicas:
         self._patience_s = float(patience_s or os.environ.get("MEGASTRATEGY_PATIENCE_S") or PATIENCE_S)
         self._backend = backend
         self._ranks = process_group
-        self.epoch = self.batch = 0
+        self.epoch = self.batch = self.step = 0
         self.dropped = self.healed = self.should_stop = False
         self.is_leader = False
         self._torchft = _torchft("torchft")  # its absence is reported at the start, not at the first batch
@@ -193,11 +194,6 @@ class Replicas:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     @property
-    def step(self) -> int:
-        """The number of steps that the replicas have made."""
-        return int(self._manager.current_step()) if self._manager is not None else 0
-
-    @property
     def members(self) -> tuple[int, ...]:
         return self._group.members if self._group is not None else ()
 
@@ -251,7 +247,7 @@ class Replicas:
                     self.dropped = self.healed = False
                     yield queue.pop(0)
                     if self.dropped:
-                        self._restore()
+                        self.restore()
                         queue = list(window)
                     else:
                         self.batch += len(window) if self.healed else 1
@@ -363,6 +359,8 @@ class Replicas:
         self.dropped = not committed
         if committed:
             self._has_started = True
+            if self._is_over or not self._ends:
+                self.step = self._manager.current_step() - self._is_over  # the last vote of one that ends is no step
             self.should_stop = self._is_over or bool(self._store.check(["stop"]))
             self._has_left = self._is_over
         return committed and not self._is_over
@@ -471,7 +469,7 @@ class Replicas:
         for name, (_, put) in registered.items():
             put(states[name])
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         self.epoch, self.batch = self._loop["place"]
         self._load_loop(self._states, copy.deepcopy(self._loop))
 

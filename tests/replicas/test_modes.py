@@ -1,0 +1,46 @@
+"""A replica leaves, and comes back with other weights, in every mode: both end with the same bits, and the training is
+that of one process with the batches of those that took part."""
+
+from __future__ import annotations
+
+import torch
+import pytest
+
+from tests.support.replicas import ALONE, END, Case, assert_equal, leave_and_come_back, momentum, muon, run_in_replicas
+from tests.support.replicas import train_plainly, two
+
+FP32_ACCUMULATION = (("grad_reduce_in_fp32", False), ("reduce_scatter_with_fp32_accumulation", True))
+CASES = {
+    "default": Case(),
+    "one-rank": Case(ranks=1),
+    "all-reduce": Case(options=(("use_distributed_optimizer", False),)),
+    "all-reduce-bf16": Case(momentum, (("use_distributed_optimizer", False),), torch.bfloat16),
+    "overlap-gather": Case(options=(("overlap_param_gather", True),)),
+    "not-contiguous": Case(momentum, (("use_distributed_optimizer", False), ("use_contiguous_buffers", False))),
+    "pooled": Case(options=(("grad_buffer", "pooled"),), microbatches=2),
+    "bf16": Case(dtype=torch.bfloat16),
+    "wire": Case(options=(("grad_wire_dtype", "bf16"),)),
+    "fp32-accumulation": Case(options=FP32_ACCUMULATION, dtype=torch.bfloat16),
+    "instances": Case(options=(("num_distributed_optimizer_instances", 2),)),
+    "muon": Case(muon),
+    "two-optimizers": Case(two),
+    "scaler": Case(scales=True),
+    "accumulate": Case(momentum, microbatches=3),
+    "tokens": Case(momentum, counts_tokens=True, microbatches=2),
+}
+TOLERANCES = {"muon": 2e-3, "wire": 2e-2, "bf16": 5e-2, "fp32-accumulation": 5e-2, "all-reduce-bf16": 5e-2}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replica_that_comes_back_continues_to_the_bit(name: str) -> None:
+    case = CASES[name]
+    first, second = run_in_replicas(leave_and_come_back, case.ranks, case)
+    for mine, other in zip(first, second, strict=True):
+        assert (mine["steps"], other["steps"]) == (END, END)
+        assert mine["healed in"] < 0 and ALONE <= other["healed in"] < END
+        for key in ("weights", "states", "schedule", "scale"):
+            assert_equal(mine[key], other[key], key)
+    assert_equal(first[0]["buffers"], second[0]["buffers"])
+    tolerance = TOLERANCES.get(name, 2e-5)
+    for key, expected in train_plainly(case, second[0]["healed in"]).items():
+        torch.testing.assert_close(first[0]["weights"][key], expected, rtol=tolerance, atol=tolerance)
