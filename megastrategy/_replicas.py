@@ -414,6 +414,9 @@ class Replicas:
             return
         rows = {slot: row for slot, row in enumerate(table.tolist()) if row[0]}
         self._is_over = any(row[3] for row in rows.values())
+        if rows[self.slot][0] > 1:
+            self._fail(RuntimeError("two replicas have one number"))
+            raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")
         for column, what in ((1, "model, options, or number of ranks"), (2, "weights at the start")):
             digests = [row[column] for row in rows.values() if row[column]]
             most = collections.Counter(digests).most_common(1)

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler, Replicas
+from megastrategy import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    Replicas,
+)
 from megastrategy._replicas import start_lighthouse
 
 from .processes import run_processes
@@ -212,7 +218,8 @@ def run_in_replicas(job: Callable[..., Any], ranks: int, *arguments: Any) -> lis
 def assert_equal(first: Any, second: Any, where: str = "") -> None:
     """Compares nested values to the bit."""
     if isinstance(first, Tensor):
-        assert first.dtype == second.dtype and torch.equal(first, second), where
+        assert first.dtype == second.dtype, where
+        assert torch.equal(first, second), where
     elif isinstance(first, dict):
         assert first.keys() == second.keys(), where
         for key in first:

@@ -1,5 +1,5 @@
-"""Two hosts whose names and interfaces are as people have them: it starts wherever "ddp" starts, and replicas train, of
-which each has one. In the long tier."""
+"""Two hosts whose names and interfaces are as people have them: it starts wherever "ddp" starts. In
+the long tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .__main__ import TRAINING
 pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
 
 HOSTS = Path(__file__).with_name("hosts.sh")
-REPLICA = Path(__file__).with_name("one_replica.py")
 
 
 def started(kind: str, strategy: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
@@ -68,30 +67,3 @@ def test_it_starts_where_ddp_starts_and_says_what_to_do_where_not(tmp_path: Path
     told = started(kind, "megatron_ddp", tmp_path / "told", GLOO_SOCKET_IFNAME="eth0")
     like_others = started("names", "ddp", tmp_path / "names")
     assert_equal([one["weights"] for one in told], [one["weights"] for one in like_others])
-
-
-@pytest.mark.parametrize(
-    ("kind", "variables"),
-    [
-        ("names", {}),
-        ("debian", {}),
-        ("debian", {"GLOO_SOCKET_IFNAME": "lo"}),  # the user's choice, also where it is wrong
-        ("ipv6", {}),
-        ("dead-end", {}),
-        ("dead-end", {"GLOO_SOCKET_IFNAME": "eth0"}),
-    ],
-)
-def test_replicas_train_or_say_what_to_do(tmp_path: Path, kind: str, variables: dict[str, str]) -> None:
-    """Each replica is one process, so nothing else connects the hosts."""
-    host = "[fd00::1]" if kind == "ipv6" else "host0"
-    arguments = [REPLICA, host, tmp_path / "replicas"]
-    found, done = run_on_hosts(kind, 'exec "$1" "$2" $HOST "$3" "$4"', arguments, tmp_path / "replicas", **variables)
-    assert len(found) == 2, done.stdout + done.stderr
-    if (kind, variables.get("GLOO_SOCKET_IFNAME")) in (("dead-end", None), ("debian", "lo")):
-        for one in found:
-            assert "Set GLOO_SOCKET_IFNAME on every machine" in one["error"]
-            assert "eth0 (10.77.0." in one["messages"][0]
-        return
-    assert_equal(found[0]["weights"], found[1]["weights"])
-    assert [one["num_taken"] for one in found] == [0, 1]
-    assert not any(one["messages"] for one in found)

@@ -1,6 +1,6 @@
 """python -m tests.campaigns.slurm.replicas: ``examples/slurm/replicas.sbatch`` on a real Slurm of two nodes.
 
-A replica's processes are killed, then its element of the array is requeued, then the lighthouse. It fails where the
+A replica's processes are killed, then its element of the array is requeued. It fails where the
 other replica does not go on alone meanwhile, where the one does not come back, or where the weights at the end differ.
 """
 
@@ -117,12 +117,6 @@ def _run(replicas: Replicas) -> None:
     replicas.start_again(second)
     back = replicas.wait_for_steps("(0, 1)")
     _tell(f"- its element requeued: the other went on alone at step {alone}, both at step {back}")
-
-    replicas.requeue(replicas.lighthouse)
-    stopped = replicas.last_step()
-    replicas.start_again(replicas.lighthouse)
-    back = replicas.wait_for_steps("(0, 1)")
-    _tell(f"- the lighthouse requeued at the same address: no step after {stopped}, then both at step {back}")
 
     replicas.wait("the end of the array", lambda: not replicas.state(replicas.array))
     assert replicas.last_step() == NUM_STEPS - NUM_STEPS % 10, replicas.outputs()

@@ -1,0 +1,37 @@
+"""A loop with Accelerate, which accumulates, and saves after each epoch."""
+
+import torch
+from journal import BATCH_SIZE, EPOCHS, FOLDER, Journal, make_data, make_module, write_end
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from megastrategy import Replicas
+from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
+
+replicas = Replicas()
+accelerator = Accelerator(
+    cpu=True, gradient_accumulation_steps=2, megatron_ddp_plugin=MegatronDDPPlugin(replicas=replicas)
+)
+module = make_module()
+optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.95)
+loader = DataLoader(make_data(), BATCH_SIZE, shuffle=True)
+model, optimizer, loader, schedule = accelerator.prepare(module, optimizer, loader, schedule)
+journal = Journal(replicas.slot, 0)
+for _ in replicas.epochs(EPOCHS):
+    for x, y, numbers in replicas.batches(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        journal.write(
+            replicas.members,
+            step=replicas.step,
+            epoch=replicas.epoch,
+            dropped=replicas.dropped,
+            healed=replicas.healed,
+            numbers=numbers.tolist(),
+        )
+    accelerator.save_state(FOLDER / f"state-{replicas.epoch}")
+write_end(replicas.slot, 0, module, steps=replicas.step, schedule=schedule.scheduler.last_epoch)
