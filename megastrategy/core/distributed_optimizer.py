@@ -207,11 +207,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     raise grad.error("step() of an optimizer whose model was closed, or wrapped again since,")
             return plain.step(*args, **kwargs)
         impl = self._impl
-        closure, others = split_closure(args, kwargs)
+        closure, arguments = split_closure(args, kwargs)
         reducer = impl.engine.reducer
         if not impl.has_runs and reducer.replicas is None:
-            return impl.step_params(others, closure)
-        if impl.is_sharded and has_others(others):
+            return impl.step_params(arguments, closure)
+        if impl.is_sharded and has_others(arguments):
             raise OptimizerNotShardableError(
                 f"step() of a sharded {type(impl.inner).__name__} accepts a closure and no other arguments. Leave them "
                 f"out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as under torch "
@@ -225,13 +225,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if reducer.drops_step:
             return result
         if not impl.has_runs:
-            impl.step_params(others)
+            impl.step_params(arguments)
             return result
         reason = impl.try_options()
         if reason is not None:
             raise not_shardable(impl.inner, impl.engine, reason)
         with torch.no_grad(), profiler_range("step"):
-            impl.step(others)
+            impl.step(arguments)
         return result
 
     def _given_back(self) -> torch.optim.Optimizer | None:

@@ -250,7 +250,8 @@ def _as_local(spec: ParamSpec, what: str, value: Any, is_flat: bool) -> Any:
     """Returns a value that was read, in the dtype that torch's ``load_state_dict`` gives it."""
     if isinstance(value, FlatShard) and is_flat:
         return Parts([(value.start, value.local.to(state.loaded_dtype(spec, what, value.dtype)))])
-    return state.as_loaded(spec, what, _shaped(value))
+    value = _shaped(value)
+    return value.to(state.loaded_dtype(spec, what, value.dtype)) if type(value) is Tensor else value
 
 
 def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:

@@ -38,14 +38,14 @@ def whole_state(impl: ShardedOptimizer, gather: Callable[[], dict[str, Any]]) ->
     # None on the same data-parallel ranks of all that share the model.
     if saved["state"] is not None and impl.engine.local_parts.has_parts:
         saved = _state_of_whole_params(impl, saved)
-    others = impl.engine.model_parallel.states
-    for group in others:
+    groups = impl.engine.model_parallel.states
+    for group in groups:
         if saved["state"] is not None:
             saved = group.join(impl, saved)
     # Plain, so that a copy of it, a file, or a value of another container loads alike; see completed_state.
     if saved["state"] is None:
-        own = () if others else impl.extra_params.params
-        saved = {**saved, "state": state_by_number(impl.inner, own)}
+        extra_params = () if groups else impl.extra_params.params
+        saved = {**saved, "state": state_by_number(impl.inner, extra_params)}
     return saved
 
 
@@ -55,8 +55,8 @@ def _state_of_whole_params(impl: ShardedOptimizer, saved: dict[str, Any]) -> dic
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
     # State that an optimizer has made of a DTensor at construction, and not stepped since, is a DTensor, too.
     state = {
-        number: {name: local_parts.local_view(value) for name, value in kept.items()} if number in params else kept
-        for number, kept in saved["state"].items()
+        number: {name: local_parts.local_view(value) for name, value in values.items()} if number in params else values
+        for number, values in saved["state"].items()
     }
     ranks = impl.engine.model_parallel.part_ranks
     whole = state if ranks is None else join_parts(state, local_parts.cut_params(params), ranks)
@@ -83,7 +83,7 @@ def whole_main_params(impl: ShardedOptimizer, gather: Callable[[], dict[str, Ten
     if saved is not None and (ranks := impl.engine.model_parallel.part_ranks) is not None:
         cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
         joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
-        saved = {name: kept[_MAIN] for name, kept in joined.items()} if joined is not None else None
+        saved = {name: values[_MAIN] for name, values in joined.items()} if joined is not None else None
     for group in impl.engine.model_parallel.states:
         if saved is not None:
             saved = group.join_main_params(saved)
@@ -101,10 +101,10 @@ def completed_state(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, 
     state = saved["state"]
     extra = set(map(id, impl.extra_params.params))
     params = _params_by_number(impl, saved) if extra else {}
-    own = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
+    of_extra = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
     is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.model_parallel.collectives, impl.engine.collectives))
-    has_all = is_first or len(state) > len(own)
-    return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
+    has_all = is_first or len(state) > len(of_extra)
+    return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **of_extra}}
 
 
 def as_on_rank_zero(impl: ShardedOptimizer, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
@@ -153,8 +153,8 @@ def parts_of_state(impl: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, A
     if not cut:
         return saved
     state = {
-        number: {name: cut[number].cut(value) for name, value in kept.items()} if number in cut else kept
-        for number, kept in saved["state"].items()
+        number: {name: cut[number].cut(value) for name, value in values.items()} if number in cut else values
+        for number, values in saved["state"].items()
     }
     return {**saved, "state": state}
 

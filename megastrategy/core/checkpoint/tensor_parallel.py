@@ -30,24 +30,28 @@ def join_parts(
     Raises:
         CheckpointError: on all tensor ranks, if their values do not match.
     """
-    own = sorted(
+    entries = sorted(
         (key, name, tuple(value.shape), str(value.dtype))
         for key in values.keys() & cut.keys()
         for name, value in values[key].items()
         if isinstance(value, Tensor) and tuple(value.shape) == cut[key].part_shape
     )
-    every: list[list[tuple[Any, str, tuple[int, ...], str]]] = ranks.all_gather_objects(own)
-    for rank, theirs in enumerate(every):
+    entries_by_rank: list[list[tuple[Any, str, tuple[int, ...], str]]] = ranks.all_gather_objects(entries)
+    for rank, of_rank in enumerate(entries_by_rank):
         # Parts may have different sizes. Everything else must be equal, or the exchanges below would not match.
-        if [(key, name, dtype) for key, name, _, dtype in theirs] != [(k, n, dtype) for k, n, _, dtype in every[0]]:
+        if [(key, name, dtype) for key, name, _, dtype in of_rank] != [
+            (k, n, dtype) for k, n, _, dtype in entries_by_rank[0]
+        ]:
             raise CheckpointError(
                 f"tensor ranks 0 and {rank} keep other state of the same parameters, so that it cannot be joined: "
-                f"{len(every[0])} and {len(theirs)} tensors. Step the optimizer on all ranks, or on none"
+                f"{len(entries_by_rank[0])} and {len(of_rank)} tensors. Step the optimizer on all ranks, or on none"
             )
-    joined: dict[Any, Any] = {key: dict(kept) if key in cut else kept for key, kept in values.items()}
-    for number, (key, name, _, _) in enumerate(own):
+    joined: dict[Any, Any] = {
+        key: dict(values_of_key) if key in cut else values_of_key for key, values_of_key in values.items()
+    }
+    for number, (key, name, _, _) in enumerate(entries):
         part = joined[key][name]
-        shapes = [theirs[number][2] for theirs in every]
+        shapes = [of_rank[number][2] for of_rank in entries_by_rank]
         joined[key][name] = _join(part.detach().cpu().contiguous(), shapes, cut[key].dim, ranks.host)
     return joined if ranks.is_rank_zero else None
 

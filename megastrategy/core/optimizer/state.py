@@ -637,26 +637,27 @@ def _agreed_dtypes(
         CheckpointError: if they have not: the missing part, as torch DDP would have it, was never computed.
     """
     layout = optimizer.engine.layout
-    found: dict[int, dict[str, Any]] = {}
+    kinds_by_owner: dict[int, dict[str, Any]] = {}
     for owner, part in layout.holders(index):
         if part.start < part.end:
             kinds = [{**dict.fromkeys(e.values, "one value"), **e.dtypes} for e in by_rank[owner].get(index, ())]
-            found[owner] = kinds[0] if kinds else {}
-    first = next(iter(found.values()), {})
-    if all(kinds == first for kinds in found.values()):
+            kinds_by_owner[owner] = kinds[0] if kinds else {}
+    first = next(iter(kinds_by_owner.values()), {})
+    if all(kinds == first for kinds in kinds_by_owner.values()):
         return next((of_rank[index][0].dtypes for of_rank in by_rank if index in of_rank), {})
     spec = layout.params[index]
-    for name in dict.fromkeys(name for kinds in found.values() for name in kinds if name != _EMPTY):
-        lacking = [owner for owner, kinds in found.items() if name not in kinds]
+    for name in dict.fromkeys(name for kinds in kinds_by_owner.values() for name in kinds if name != _EMPTY):
+        lacking = [owner for owner, kinds in kinds_by_owner.items() if name not in kinds]
         if lacking:
             raise CheckpointError(
-                f"state {name!r} of parameter {spec.name!r} is kept on rank(s) {sorted(found.keys() - lacking)} and "
-                f"not on rank(s) {lacking}, which step other parts of it, so that no rank knows all of it. Load a "
-                "state on all ranks or on none; an optimizer that begins to keep something when it sees certain "
-                f"gradients needs whole parameters: pass {optimizer.engine.all_reduce_option}"
+                f"state {name!r} of parameter {spec.name!r} is kept on rank(s) "
+                f"{sorted(kinds_by_owner.keys() - lacking)} and not on rank(s) {lacking}, which step other parts of "
+                "it, so that no rank knows all of it. Load a state on all ranks or on none; an optimizer that begins "
+                "to keep something when it sees certain gradients needs whole parameters: pass "
+                f"{optimizer.engine.all_reduce_option}"
             )
-        if len({kinds[name] for kinds in found.values()}) > 1:
-            described = "; ".join(f"rank {owner}: {kinds[name]}" for owner, kinds in found.items())
+        if len({kinds[name] for kinds in kinds_by_owner.values()}) > 1:
+            described = "; ".join(f"rank {owner}: {kinds[name]}" for owner, kinds in kinds_by_owner.items())
             raise CheckpointError(
                 f"state {name!r} of parameter {spec.name!r} is kept in different ways on different ranks: {described}. "
                 "Load a state on all ranks or on none"
@@ -695,7 +696,8 @@ def _gather_elements(
         read = _reader(
             [(slots[index].start + start, part) for index in members for start, part in _parts_of(local, index, key)]
         )
-        end = layout.buffers[buffer].numel if len(layout.domains) > 1 else 0
+        # Ranks of other instances gather nothing, and start as many collectives.
+        end = layout.buffers[buffer].numel if len(layout.domains) > 1 or layout.num_instances > 1 else 0
         results = redistribute(read, held, wanted, ranks, dtype, optimizer.engine.device, onto_host=True, end=end)
         for index, value in zip(members, results, strict=True) if roots[ranks.rank] else ():
             spec = layout.params[index]

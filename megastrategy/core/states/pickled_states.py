@@ -43,13 +43,13 @@ def unpacked(data: Any) -> States:
 
 
 def gather_states(
-    own: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
+    by_param: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yields every owner's states on rank 0, by parameter, and nothing on other ranks. Collective over the owners.
 
-    ``own``: by parameter (index or name). ``device``: of the tensors that ``collectives`` send.
+    ``by_param``: by parameter (index or name). ``device``: of the tensors that ``collectives`` send.
     """
-    rounds = _rounds(own)
+    rounds = _rounds(by_param)
     while True:
         data = next(rounds, bytearray())
         sizes = [
@@ -96,19 +96,19 @@ def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[An
 
 
 def gather_states_everywhere(
-    own: Mapping[Any, Mapping[str, Any]], collectives: Collectives
+    by_param: Mapping[Any, Mapping[str, Any]], collectives: Collectives
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yields every owner's states on every rank; see :func:`gather_states`. Collective, between hosts."""
-    rounds = _rounds(own)
+    rounds = _rounds(by_param)
     while any(parts := collectives.all_gather_bytes(bytes(next(rounds, b"")))):
         for data in filter(None, parts):
             yield from unpacked(data)
 
 
-def _rounds(own: Mapping[Any, Any]) -> Iterator[bytearray]:
+def _rounds(by_param: Mapping[Any, Any]) -> Iterator[bytearray]:
     states: States = []
     nbytes = 0
-    for index, state in sorted(own.items()):
+    for index, state in sorted(by_param.items()):
         states.append((index, state))
         values = state.values() if isinstance(state, Mapping) else [state]
         nbytes += sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.optimizer.runs import HOST_BLOCK_NUMEL
+from megastrategy.core.layout.neighbours import HOST_BLOCK_NUMEL
 from tests.support.many_params import (
     ALL,
     Many,
@@ -189,3 +189,18 @@ def test_a_graph_from_before_a_step_is_refused_as_torch_refuses_it() -> None:
             loss.backward()
 
     run_ranks(2, run)
+
+
+def test_a_parameter_in_several_tensors_has_a_counter_in_each_after_a_load() -> None:
+    numel = 2 * (3 * HOST_BLOCK_NUMEL + 128)
+    _, expected = reference(Many(1, numel), [([0], 1.0)] * 3, adam)
+
+    def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
+        setup = Setup(group, Many(1, numel), adam)
+        setup.step([0], 1.0)
+        setup.optimizer.load_state_dict(setup.optimizer.state_dict())
+        for _ in range(2):
+            setup.step([0], 1.0)
+        return setup.optimizer.state_dict()
+
+    assert_same_state(run_ranks(2, run)[0], expected)
