@@ -11,8 +11,10 @@ closed list which accelerate reads for many reasons; ``accelerator.state.megatro
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
+import itertools
 import os
 import warnings
 from collections import OrderedDict
@@ -395,10 +397,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         # within a window of accumulation each rank clips its own gradients, as under torch DDP
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)
-        own = {id(param) for _, group in parts for param in group}
-        extra = {id(param): param for param in params if id(param) not in own and param.requires_grad}
+        extra = dict(zip(map(id, params), params, strict=True))
+        for _, reduced in parts:
+            collections.deque(map(extra.pop, map(id, reduced), itertools.repeat(None)), maxlen=0)
         self.unscale_gradients()
-        return ours(parts, [*extra.values()])
+        return ours(parts, [param for param in extra.values() if param.requires_grad])
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

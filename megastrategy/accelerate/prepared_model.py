@@ -6,6 +6,7 @@ Nothing is kept on the user's module: weak references remember prepared objects.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ class PreparedModel(DistributedDataParallel):
         engine.finish_grads()
         if not self.is_sharded:
             return [grad for grad in engine.local_parts.local_grads(params) if grad is not None]
-        return engine.reduced_grads({engine.index_by_id[id(param)] for param in params})
+        return engine.reduced_grads(set(map(engine.index_by_id.__getitem__, map(id, params))))
 
 
 # --- prepared models of this process ---------------------------------------------------------------------------------
@@ -124,11 +125,13 @@ def has_parts_of_grads(model: PreparedModel) -> bool:
 
 def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[tuple[PreparedModel, list[Parameter]]]:
     """Lists which of the models reduce which of the parameters, each once."""
+    unique = dict(zip(map(id, params), params, strict=True))
     parts = []
     for model in models:
-        model_params = {id(param): param for param in params if id(param) in model.engine.index_by_id}
+        is_trained = map(model.engine.index_by_id.__contains__, unique)
+        model_params = list(itertools.compress(unique.values(), is_trained))
         if model_params:
-            parts.append((model, list(model_params.values())))
+            parts.append((model, model_params))
     return parts
 
 
@@ -140,11 +143,19 @@ def clip_norm_(
 
     Returns the norm, the same bits on every rank.
     """
-    grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    grads = []
+    counted = []  # without the replicas of other tensor ranks
+    for model, params in parts:
+        of_model = model.owned_grads(params)
+        grads += of_model
+        model_parallel = model.engine.model_parallel
+        if model_parallel.groups:
+            of_model = model.owned_grads([param for param in params if model_parallel.is_counted_here(param)])
+        counted += of_model
     extra_grads = [param.grad for param in extra if param.grad is not None]
     first = parts[0][0]
     owners = first.engine.shard_collectives if first.is_sharded else None
-    norm = total_grad_norm(_counted_grads(parts), norm_type, owners, first.device)
+    norm = total_grad_norm(counted, norm_type, owners, first.device)
     # the data-parallel ranks first, so that all get the same bits
     for ranks in first.engine.model_parallel.collectives:
         norm = norms_over_owners(norm, norm_type, ranks)
@@ -158,15 +169,6 @@ def clip_norm_(
         for model, _ in parts:
             model.engine.zero_padding()
     return norm
-
-
-def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> list[Tensor]:
-    """Lists this rank's parts of the gradients without replicas that another tensor rank counts."""
-    grads = []
-    for model, params in parts:
-        is_counted = model.engine.model_parallel.is_counted_here
-        grads += model.owned_grads([param for param in params if is_counted(param)])
-    return grads
 
 
 def clip_value_(
