@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from megastrategy.core.sync.agreement import Agreement
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
 
 from megastrategy import DistributedDataParallelConfig

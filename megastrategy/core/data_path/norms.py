@@ -76,9 +76,10 @@ def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -
 def _join_norms(norms: Tensor, norm_type: float, dim: int | None = None) -> Tensor:
     """Returns the norm of a whole from the norms of its parts, along ``dim`` or of all."""
     try:
-        return torch.linalg.vector_norm(norms, norm_type, dim=dim, dtype=torch.float64)
+        joined: Tensor = torch.linalg.vector_norm(norms, norm_type, dim=dim, dtype=torch.float64)
     except (TypeError, RuntimeError):  # see zero_norms
-        return torch.linalg.vector_norm(norms, norm_type, dim=dim)
+        joined = torch.linalg.vector_norm(norms, norm_type, dim=dim)
+    return joined
 
 
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from ..errors import LayoutMismatchError
 from ..module import option_rows
 from .runs import flat
+from .sharded_optimizer import ShardedOptimizer
 from .state import LocalState, Parts, join, local_state, put_local
 
 if TYPE_CHECKING:
     from ..data_path import Engine
-    from .sharded_optimizer import ShardedOptimizer
 
 _WEIGHTS = "(weights)"
 
@@ -79,7 +79,8 @@ def weights_digest(engine: Engine) -> str:
 
 
 def _optimizers(engine: Engine) -> list[ShardedOptimizer]:
-    return [optimizer for ref in engine.optimizers if (optimizer := ref()) is not None]
+    present = (ref() for ref in engine.optimizers)
+    return [optimizer for optimizer in present if isinstance(optimizer, ShardedOptimizer)]
 
 
 def _complete_weights(engine: Engine) -> list[Tensor]:

@@ -54,7 +54,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         self.inner = optimizer
         self.engine = engine
-        self.extra_params = ExtraParams(optimizer, engine)  # type: ignore[arg-type]
+        self.extra_params = ExtraParams(optimizer, engine)
         self.extra_params.find()
         self.is_sharded = engine.is_sharded
         self.has_runs = not engine.steps_params_themselves
@@ -758,10 +758,10 @@ class ShardedOptimizer:
         self.inner.add_param_group(param_group)
         try:
             self.extra_params.find()
-            check_main_params(self.inner, self.engine)  # type: ignore[arg-type]
+            check_main_params(self.inner, self.engine)
             reason = self.try_options()
             if reason is not None:
-                raise not_shardable(self.inner, self.engine, reason)  # type: ignore[arg-type]
+                raise not_shardable(self.inner, self.engine, reason)
             self._check_whole_groups()
         except ValueError:
             self.inner.param_groups.pop()
