@@ -216,6 +216,28 @@ def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
+def test_a_scripted_module_reads_the_new_weights() -> None:
+    """Its code reads tensors without a function of torch that Python sees."""
+
+    def scripted() -> nn.Sequential:
+        module = net()
+        module[2] = torch.jit.script(module[2])
+        return module
+
+    modules = {(rank, overlap): scripted() for rank in range(2) for overlap in CHOICES}  # by one thread
+
+    def run(rank: int, group: ProcessGroup, overlap: bool) -> Tensor:
+        module = modules[rank, overlap]
+        setup = Setup(group, overlap, module=module)
+        output: Tensor = module[2](torch.ones(1, 30)).detach()
+        setup.model.close()
+        return output
+
+    found = [run_ranks(2, lambda rank, group, o=overlap: run(rank, group, o)) for overlap in CHOICES]
+    assert all(map(torch.equal, *found))
+
+
 def test_a_dropped_wrapper_leaves_no_hooks_and_no_buffers() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, delay_s=0.0)
