@@ -193,7 +193,7 @@ def _make(rank: Rank, engine: Engine, size: Size, batch: int) -> tuple[Callable[
     held, peak = device.allocated_bytes() - before, device.peak_bytes() - before
     found: Figures = {"held_gib": held / GIB, "peak_gib": peak / GIB}
     if engine.kind == "ours":
-        table = memory_use(model.layout, rank.number, 2)
+        table = memory_use(model.layout, rank.number, 2, device=device.torch_device)
         found |= {"table_gib": table.total_bytes / GIB, "host_table_gib": table.host_bytes / GIB}
         found |= {"buckets": len(model.layout.buckets), "shards": model.layout.num_shards}
     trace = record(device, step)

@@ -26,8 +26,6 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "offloaded": ("fp32", {"offload_optimizer_states": True}),
     "all-reduce": ("fp32", {"use_distributed_optimizer": False}),
 }
-_OFFLOADED_NBYTES = 24
-"""Bytes an element of a slice, where state is kept on the host: 8 of each of three slices."""
 _ROUNDING = 512
 """Bytes to which torch's allocator rounds a tensor on a GPU."""
 
@@ -88,7 +86,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     inner = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
     optimizer = megastrategy.DistributedOptimizer(inner, model)
     layout = model.layout
-    table = memory_use(layout, rank.number, state_tensors=2)
+    table = memory_use(layout, rank.number, state_tensors=2, device=device.torch_device)
     for step in range(4):
         if step == 3:
             device.reset_peak()
@@ -103,9 +101,6 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     partly_used = device.partly_used()
     largest = max(bucket.numel for bucket in layout.buckets) * 4
     num_tensors = 8 * len(layout.params)
-    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else 0
-    pieces = of_piece * min(2**22, largest // 4 // layout.num_shards)
-    on_device = table.total_bytes + (table.host_bytes if device.type == "cpu" else 0)  # where the host is the device
     model.close()
     del optimizer, inner
     device.synchronize()
@@ -114,8 +109,8 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     while (left := device.allocated_bytes() - before - plain) > largest and time.monotonic() < deadline:
         time.sleep(0.1)
     return {
-        "table": on_device,
-        "staging": table.staging_bytes + pieces,
+        "table": table.total_bytes,
+        "staging": table.staging_bytes,
         "held": held - before,
         "peak": peak - before,
         "hole": max(0, reserved - held),

@@ -1,7 +1,7 @@
 """Joins the optimizer state of tensor ranks' parts to that of full parameters.
 
 Each tensor rank has the state of its own parts on the first of its data-parallel ranks, gathered by
-``shards.gathered_state``. The parts of each cut parameter are joined on the first tensor rank, one tensor at a time.
+:mod:`~..optimizer.state`. The parts of each cut parameter are joined on the first tensor rank, one tensor at a time.
 So a file is the same as without tensor parallelism. Loading cuts the state again.
 """
 
