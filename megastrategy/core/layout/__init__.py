@@ -1,6 +1,7 @@
 """Plans the address and the owner of every element of parameters, gradients and shards. No tensors."""
 
 from .arrival_order import better_layout_order
+from .blocks import block_numel, neighbours
 from .build import build_layout, domain_of_all
 from .domain import Domain
 from .layout import (
@@ -15,7 +16,6 @@ from .layout import (
     Spans,
 )
 from .memory import describe_setup, memory_use
-from .neighbours import block_numel, neighbours
 from .owners import Owners
 from .recurrent_weights import ChunkPlace, find_weight_chunks
 from .strides import contiguous_stride, dense_stride

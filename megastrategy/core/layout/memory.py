@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..devices import pinned_bytes
+from .blocks import block_numel, neighbours
 from .layout import BufferLayout
-from .neighbours import block_numel, neighbours
 from .owners import Owners
 
 _HOST = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.layout.neighbours import HOST_BLOCK_NUMEL
+from megastrategy.core.layout.blocks import HOST_BLOCK_NUMEL
 from tests.support.many_params import (
     ALL,
     Many,
