@@ -44,6 +44,7 @@ class AcceleratorReplicas:
         self._accelerator = weakref.ref(accelerator)
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._divided = weakref.WeakSet[Any]()
+        self._step_before = 0
         if self.replicas is not None and accelerator.parallelism_config is not None:
             raise ValueError(
                 f"{_OPTION} and a ParallelismConfig are not supported together: leave one of them "
@@ -67,10 +68,17 @@ class AcceleratorReplicas:
             return
         configuration = accelerator.project_configuration
 
-        def put(counters: tuple[int, int]) -> None:
-            accelerator.step, configuration.iteration = counters
+        def get() -> tuple[int, int]:
+            self._step_before = accelerator.step - 1  # accumulate() has counted the present batch
+            return self._step_before, configuration.iteration
 
-        self.replicas.register("accelerator", lambda: (accelerator.step, configuration.iteration), put)
+        def put(counters: tuple[int, int]) -> None:
+            # Of one that comes back the batches of its first step count as those of the others' step.
+            num_batches = accelerator.step - self._step_before if self.replicas.healed else 0
+            accelerator.step = counters[0] + num_batches
+            configuration.iteration = counters[1]
+
+        self.replicas.register("accelerator", get, put)
         if accelerator.scaler is not None:
             self.add("scaler", accelerator.scaler)
 

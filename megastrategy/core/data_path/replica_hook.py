@@ -7,7 +7,8 @@ compress, or average only now and then, as DiLoCo does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ class HookQueue:
         self.hook = hook
         self._device = device
         self._worker = Worker()
+        self._error: BaseException | None = None
         self._stream: Any = None
         if device.type != "cpu":
             self._stream = torch.get_device_module(device).Stream(device)
@@ -54,26 +56,43 @@ class HookQueue:
         context: contextlib.AbstractContextManager[Any] = torch.get_device_module(self._device).stream(self._stream)
         return context
 
+    def _submit(self, call: Callable[[], object]) -> Future[tuple[int, int]]:
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._error = self._error or error
+                raise
+
+        return self._worker.submit(run)
+
+    def wait(self, future: Future[tuple[int, int]]) -> tuple[int, int]:
+        """Returns the begin and the end of a call, or raises the first error: later calls fail as a consequence."""
+        try:
+            return future.result()
+        except BaseException as error:  # noqa: BLE001 - raised again
+            raise self._error or error from None
+
     def start(self, shard: Tensor, inside: Handle) -> Handle:
         """Returns the reduction of ``shard`` inside this replica, and then over all."""
 
-        def run() -> None:
+        def reduce() -> None:
             with self._on_stream():  # waits for this bucket only, not for the backward that is queued
                 inside.wait()
                 self.hook.reduce(shard)
 
-        return _Hooked(self._worker.submit(run), inside, self._stream)
+        return _Hooked(self, self._submit(reduce), inside, self._stream)
 
     def any_of(self, flags: bytes) -> bytes:
         """Calls the hook's method of this name, after all shards."""
         results: list[bytes] = []
-        self._worker.submit(lambda: results.append(self.hook.any_of(flags))).result()
+        self.wait(self._submit(lambda: results.append(self.hook.any_of(flags))))
         return results[0]
 
     def means_of(self, numbers: Sequence[float]) -> list[float]:
         """Returns the means over replicas."""
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._worker.submit(lambda: self.hook.reduce(tensor)).result()
+        self.wait(self._submit(lambda: self.hook.reduce(tensor)))
         return tensor.tolist()
 
     def stop(self) -> None:
@@ -82,13 +101,14 @@ class HookQueue:
 
 
 class _Hooked(Handle):
-    def __init__(self, future: Any, inside: Handle, stream: Any) -> None:
+    def __init__(self, queue: HookQueue, future: Future[tuple[int, int]], inside: Handle, stream: Any) -> None:
+        self._queue = queue
         self._future = future
         self._inside = inside
         self._stream = stream
 
     def wait(self) -> None:
-        self.ran_ns = self._future.result()
+        self.ran_ns = self._queue.wait(self._future)
         self._inside.wait()
         if self._stream is not None:
             torch.get_device_module(self._stream.device).current_stream().wait_stream(self._stream)
