@@ -118,7 +118,7 @@ class Bucket:
         self.shard = memory.reduced_shard(plan, dp_rank)
         self.state = State.OPEN
         self.waiting: set[int] = set()
-        self.awaited = set(range(len(self.params)))
+        self.awaited = {place for place, param in enumerate(self.params) if param.requires_grad}
         self.used = bytes(len(self.params))
         self.is_late = False
         self.has_unprepared = False

@@ -850,7 +850,7 @@ class Reducer:
         self.memory = Memory(layout, self.params, self._device, self._parts, keeps_grads=self._bucket_class is Bucket)
         self.buckets = [self._make_bucket(self.layout, number) for number in range(len(self.layout.buckets))]
         for bucket in self.buckets:  # as if it had been open in this backward
-            bucket.waiting.update(place for place, grad in enumerate(map(get_grad, bucket.params)) if grad is None)
+            bucket.waiting.update(place for place in bucket.awaited if bucket.params[place].grad is None)
         self._set_order()
         self._arrivals = []
         self._num_launched = 0

@@ -238,6 +238,20 @@ def test_a_frozen_parameter_is_not_waited_for() -> None:
     run_ranks(2, rank_main)
 
 
+def test_a_parameter_that_is_frozen_before_the_first_backward_keeps_its_promise() -> None:
+    """``find_unused_parameters=False`` is about parameters that require gradients."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> None:
+        module = four_layers()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(find_unused_parameters=False), group)
+        module[4].requires_grad_(False)
+        for step in range(2):
+            model(batch(rank, step)).sum().backward()
+            model.zero_grad()
+
+    run_ranks(2, rank_main)
+
+
 def test_state_that_was_loaded_for_a_frozen_parameter_is_used_when_it_joins() -> None:
     """A checkpoint from after the unfreezing, loaded before it is unfrozen again."""
 
