@@ -366,3 +366,20 @@ def test_local_gradients_are_reduced_at_the_step() -> None:
     forgotten, reduced = (run_ranks(2, lambda r, g, f=f: run(r, g, f)) for f in (True, False))
     assert torch.equal(forgotten[0], forgotten[1])
     assert torch.equal(forgotten[0], reduced[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled"}, {"grad_wire_dtype": "bf16"}], ids=str)
+def test_a_clip_by_a_norm_that_is_not_finite_leaves_nothing_for_later_norms(options: dict[str, Any]) -> None:
+    """Its factor makes the elements between parameters NaN, too."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step in range(3):
+            (model(torch.ones(2, 10)) * (float("nan") if step == 1 else 1.0)).sum().backward()
+            norm = optimizer.clip_grad_norm_(1.0)
+            assert bool(norm.isfinite()) == (step != 1)
+            optimizer.zero_grad()
+        model.close()
+
+    run_ranks(2, run)
