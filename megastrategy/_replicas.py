@@ -391,7 +391,7 @@ class Replicas:
         if self._manager.errored() is not None or len(self.members) == 1:
             return
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM
+        options.reduceOp = ReduceOp(ReduceOp.SUM)
         try:
             self._group.allreduce([tensor], options).wait()
         except Exception as error:  # noqa: BLE001 - it is the vote's, as any error in a sum
@@ -496,8 +496,10 @@ class Replicas:
         return values
 
     def _set_buffers(self, values: Tensor | None) -> None:
-        buffers = self._buffers() if values is not None and not self._is_over else []
-        for one, part in zip(buffers, values.split([one.numel() for one in buffers]) if buffers else (), strict=True):
+        if values is None or self._is_over:
+            return
+        buffers = self._buffers()
+        for one, part in zip(buffers, values.split([one.numel() for one in buffers]), strict=True):
             one.copy_(part.view(one.shape))
 
     # --- errors ------------------------------------------------------------------------------------------------------
@@ -582,7 +584,7 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def _as_number(digest: str) -> int:
-    return int(digest, 16) % 2**_DIGEST_BITS
+    return int(digest, 16) % (1 << _DIGEST_BITS)
 
 
 def _setting(value: Any, name: str, variable: str) -> Any:

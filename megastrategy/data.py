@@ -236,8 +236,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Sets the epoch of a loader and its samplers, where they have one."""
     sampler = getattr(loader, "batch_sampler", None)
     for one in (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None)):
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
+        set_of_one = getattr(one, "set_epoch", None)
+        if set_of_one is not None:
+            set_of_one(epoch)
 
 
 def check_order(option: str, *samplers: Any) -> None:
