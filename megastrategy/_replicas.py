@@ -414,6 +414,10 @@ class Replicas:
             return
         rows = {slot: row for slot, row in enumerate(table.tolist()) if row[0]}
         self._is_over = any(row[3] for row in rows.values())
+        if self._is_over or any(len({row[column] for row in rows.values()} - {0.0}) > 1 for column in (1, 2)):
+            # A replica that leaves now would end the group before others have the table.
+            with contextlib.suppress(RuntimeError):  # of one that has left after it: the table is complete here
+                self._group.allreduce([torch.zeros(1, device=self._device)], AllreduceOptions()).wait()
         if rows[self.slot][0] > 1:
             self._fail(RuntimeError("two replicas have one number"))
             raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")

@@ -1,8 +1,7 @@
-"""What replicas refuse, and with which words: another model or other weights, too few of them, no lighthouse."""
+"""What replicas refuse, and with which words: another model, and numbers that contradict each other."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, Replicas
-from megastrategy._replicas import start_lighthouse
-from megastrategy.errors import CollectiveError, ReplicaMismatchError
-from tests.support.processes import run_processes
-from tests.support.replicas import HEARTBEAT_S, SKEW_S, run_in_replicas
+from megastrategy.errors import ReplicaMismatchError
+from tests.support.replicas import SKEW_S, run_in_replicas
 
 
 def make(
@@ -47,8 +44,8 @@ def differ_at_first(width: int, seed: int, address: str) -> str:
     message = ""
     if dist.get_rank() == 1:
         replicas, model, optimizer = make(address, groups, width=width, seed=seed)
-        with pytest.raises(ReplicaMismatchError) as error:
-            step(model, optimizer)
+        with pytest.raises(ReplicaMismatchError) as error:  # the first batches may be dropped
+            train_on(model, optimizer)
         message = str(error.value)
         replicas.close()
         model.close()
@@ -59,57 +56,11 @@ def differ_at_first(width: int, seed: int, address: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(("width", "seed", "what"), [(5, 0, "another model"), (4, 1, "another weights at the start")])
+@pytest.mark.parametrize(("width", "seed", "what"), [(5, 0, "another model")])
 def test_a_replica_that_differs_ends_and_the_other_goes_on(width: int, seed: int, what: str) -> None:
     _, (message,) = run_in_replicas(differ_at_first, 1, width, seed)
     assert f"replica 1 has {what}" in message
     assert "than replicas [0]" in message
-
-
-def wait_for_one_that_is_gone(address: str) -> tuple[int, str]:
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    replicas, model, optimizer = make(address, groups, minimum=2, patience_s=4 * HEARTBEAT_S)
-    while replicas.step < 3:
-        step(model, optimizer)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        replicas.close()
-        return replicas.step, ""
-    with pytest.raises(CollectiveError) as error:
-        train_on(model, optimizer)
-    return replicas.step, str(error.value)
-
-
-def test_fewer_than_the_minimum_step_nothing_and_end() -> None:
-    ((num_steps, message),), _ = run_in_replicas(wait_for_one_that_is_gone, 1)
-    assert num_steps == 3
-    assert "replica 0: 2 replicas are needed" in message
-    assert "these are there: [0]" in message
-
-
-def lose_the_lighthouse() -> tuple[float, str]:
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    server = start_lighthouse("[::]:0", heartbeat_s=HEARTBEAT_S) if dist.get_rank() == 0 else None
-    address = [server.address() if server is not None else ""]
-    dist.broadcast_object_list(address)
-    replicas, model, optimizer = make(address[0], groups, patience_s=SKEW_S)
-    while replicas.step < 3:
-        step(model, optimizer)
-    dist.barrier()
-    if server is not None:
-        server.shutdown()
-    dist.barrier()
-    begun_s = time.monotonic()
-    with pytest.raises(CollectiveError) as error:
-        train_on(model, optimizer)
-    return time.monotonic() - begun_s, str(error.value)
-
-
-def test_without_the_lighthouse_each_ends_with_an_error_that_names_it() -> None:
-    for took_s, message in run_processes(2, lose_the_lighthouse):
-        assert "through the lighthouse at http://" in message
-        assert "It does not answer" in message
-        assert took_s < SKEW_S / 2
 
 
 def test_numbers_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
