@@ -20,13 +20,18 @@ from tests.support.replicas import (
 )
 
 FP32_ACCUMULATION = (("grad_reduce_in_fp32", False), ("reduce_scatter_with_fp32_accumulation", True))
+NOT_CONTIGUOUS = (
+    ("use_distributed_optimizer", False),
+    ("use_contiguous_buffers", False),
+    ("overlap_grad_reduce", False),
+)
 CASES = {
     "default": Case(),
     "one-rank": Case(ranks=1),
     "all-reduce": Case(options=(("use_distributed_optimizer", False),)),
     "all-reduce-bf16": Case(momentum, (("use_distributed_optimizer", False),), torch.bfloat16),
     "overlap-gather": Case(options=(("overlap_param_gather", True),)),
-    "not-contiguous": Case(momentum, (("use_distributed_optimizer", False), ("use_contiguous_buffers", False))),
+    "not-contiguous": Case(momentum, NOT_CONTIGUOUS),
     "pooled": Case(options=(("grad_buffer", "pooled"),), microbatches=2),
     "bf16": Case(dtype=torch.bfloat16),
     "wire": Case(options=(("grad_wire_dtype", "bf16"),)),
