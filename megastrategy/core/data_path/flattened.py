@@ -32,12 +32,15 @@ class FlattenedBucket(Bucket):
         self.state = State.SEALED
 
     def publish(self, used: bytes) -> None:
-        """Copies the means into ``.grad`` of the parameters that any rank has used."""
+        """Copies the means into ``.grad`` of the parameters that any rank has used, and drops the others' (those of a
+        replica that takes no part yet)."""
         self.used = used
         self.missing = set(self.awaited)
         for place, flag in enumerate(used):
             if flag:
                 self._copy_back(place)
+            else:
+                self.params[place].grad = None
         self._free()
 
     def _copy_back(self, place: int) -> None:
