@@ -261,8 +261,6 @@ def train_obviously(rank: Rank, recipe: Recipe, layouts: Sequence[BufferLayout] 
     device, dtype = rank.device.torch_device, DTYPES[recipe.dtype]
     module = make_model(recipe.model, dtype).to(device)
     params = [param for param in module.parameters() if param.requires_grad]
-    for param in params:
-        param.grad_dtype = torch.float32  # a weight that is used twice: summed as it is accumulated
     mains = [nn.Parameter(param.detach().to(torch.float32, copy=True)) for param in params]
     optimizer = recipe.make_optimizer(mains)
     losses = []
