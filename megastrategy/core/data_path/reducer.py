@@ -691,6 +691,8 @@ class Reducer:
             self._finish_window(is_counted=agreed.counting[0])
         else:  # pooled gradients under no_sync: buckets that were sent in backward had none at its end
             self.tokens.note_grads()
+        if not self._config.use_contiguous_buffers:
+            return  # ``.grad`` is autograd's own, whose memory ``shown`` would keep
         if not self._are_as_shown():
             self.shown = list(map(get_grad, self._ordered))
         self._is_settled = True

@@ -12,7 +12,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from .redistribute import redistribute
 from .runs import MainParams, Run, flat, group_members, main_params_of, make_runs, make_unsharded_runs
 from .step_calls import Arguments, has_user_hooks, innermost_call, with_closure
 from .step_memory import bring_back, copy_kept_grads
+
+_Reduced: TypeAlias = tuple[list[Tensor | None], int, list[Tensor]]
+"""The ``.grad`` of all parameters, the update of the groups, and the reduced gradients that belong to both. The list
+itself is kept: a later one may have its address."""
 
 
 class ShardedOptimizer:
@@ -90,7 +94,7 @@ class ShardedOptimizer:
         self._runs_of: dict[int, list[Run]] = {}  # by bucket
         self._flags: dict[int, list[bool]] = {}  # by bucket, the parameters that the runs' gradients are for
         self._shown: list[Tensor | None] | None = None  # the ``.grad`` of all parameters that they are for, if settled
-        self._reduced: dict[bool, tuple[int, int, list[Tensor]]] = {}  # by ``counted``, and what they are for
+        self._reduced: dict[bool, _Reduced] = {}  # by ``counted``
         self._touched: list[Parameter] | None = None  # those that the last step has stepped, on whichever ranks
         self._stepped: list[list[Tensor]] = []  # by group
         self._main_params: list[MainParams] = []
@@ -674,12 +678,14 @@ class ShardedOptimizer:
         if not self.is_sharded:
             return list(self.owned_grads(counted=counted).values())
         reducer = self.engine.reducer
-        known = self._reduced.get(counted)
-        if known is not None and known[:2] == (id(reducer.shown), self._num_updates) and reducer.is_settled:
-            return known[2]
+        is_settled = reducer.is_settled
+        if is_settled and counted in self._reduced:
+            shown, num_updates, grads = self._reduced[counted]
+            if shown is reducer.shown and num_updates == self._num_updates:
+                return grads
         grads = self.engine.reduced_grads(self._counted() if counted else self._group_of.keys())
-        if reducer.is_settled:
-            self._reduced[counted] = (id(reducer.shown), self._num_updates, grads)
+        if is_settled:
+            self._reduced[counted] = (reducer.shown, self._num_updates, grads)
         return grads
 
     def _counted(self) -> Collection[int]:
