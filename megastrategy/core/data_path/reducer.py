@@ -782,9 +782,7 @@ class Reducer:
         flags = self.replicas.any_of(agreed.used + agreed.late + bytes(agreed.counting))
         is_counted, is_uncounted = map(bool, flags[-2:])
         if is_counted and is_uncounted:
-            for bucket in self.buckets:
-                bucket.wait()
-            self.drop()
+            self._drop_reduced()
             raise LossTokensError("losses are counted by tokens in some replicas only: count them in all, or in none")
         num_used = len(agreed.used)
         return dataclasses.replace(
@@ -825,10 +823,14 @@ class Reducer:
             self._failure,
             self.tokens.state,
         )
+        self._drop_reduced()
+        return agreed.refusal(reasons, self._ranks, self._model.tensor_ranks)
+
+    def _drop_reduced(self) -> None:
+        """Waits for what is on the wire, and drops all gradients: all ranks reject them."""
         self._wait_for_buckets()
         self._is_finishing = False
         self.drop()
-        return agreed.refusal(reasons, self._ranks, self._model.tensor_ranks)
 
     def make_plan(self) -> None:
         """Makes the plan in the order of registration, if there is none: a step without a synchronised backward, or a
