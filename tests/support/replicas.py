@@ -162,7 +162,13 @@ def leave_and_come_back(case: Case, address: str) -> dict[str, Any]:
     """A process's job: replica 1 leaves after ``TOGETHER`` steps, and comes back when replica 0 has made ``ALONE``."""
     slot = dist.get_rank() // case.ranks
     groups = [dist.new_group(list(range(s * case.ranks, (s + 1) * case.ranks))) for s in range(OF)]
-    training = Training(case, address, groups[slot], slot, seed=0)
+    result: dict[str, Any] = play(slot, lambda is_first: Training(case, address, groups[slot], slot, int(not is_first)))
+    return result
+
+
+def play(slot: int, make: Callable[[bool], Any]) -> Any:
+    """Trains so, and returns the outcome; ``make``: starts this rank, for the first time or again."""
+    training = make(True)
     training.run(TOGETHER)
     dist.barrier()
     if slot == 1:
@@ -172,7 +178,7 @@ def leave_and_come_back(case: Case, address: str) -> dict[str, Any]:
         training.run(ALONE)
     dist.barrier()
     if slot == 1:
-        training = Training(case, address, groups[slot], slot, seed=1)
+        training = make(False)
     dist.barrier()  # replica 1 sends heartbeats, and its first quorum is waited for
     training.run(END)
     training.replicas.finish()

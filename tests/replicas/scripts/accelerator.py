@@ -25,13 +25,6 @@ for _ in replicas.epochs(EPOCHS):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        journal.write(
-            replicas.members,
-            step=replicas.step,
-            epoch=replicas.epoch,
-            dropped=replicas.dropped,
-            healed=replicas.healed,
-            numbers=numbers.tolist(),
-        )
+        journal.write(replicas, replicas.step, replicas.epoch, numbers)
     accelerator.save_state(FOLDER / f"state-{replicas.epoch}")
 write_end(replicas.slot, 0, module, steps=replicas.step, schedule=schedule.scheduler.last_epoch)

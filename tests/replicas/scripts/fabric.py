@@ -21,13 +21,6 @@ for _ in replicas.epochs(EPOCHS):
         optimizer.zero_grad()
         fabric.backward(cross_entropy(model(x), y))
         optimizer.step()
-        journal.write(
-            replicas.members,
-            step=replicas.step,
-            epoch=replicas.epoch,
-            dropped=replicas.dropped,
-            healed=replicas.healed,
-            numbers=numbers.tolist(),
-        )
+        journal.write(replicas, replicas.step, replicas.epoch, numbers)
     fabric.save(FOLDER / f"epoch={replicas.epoch}.ckpt", {"model": model, "optimizer": optimizer})
 write_end(replicas.slot, 0, module, steps=replicas.step)

@@ -1,4 +1,4 @@
-"""The parts that all scripts share: data of which every sample has a number, and a journal of each process."""
+"""The parts that all scripts share: data with a number for each sample, and a journal of each process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from sizes import BATCH_SIZE, NUM_SAMPLES
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+from megastrategy import Replicas
 
 __all__ = ["BATCH_SIZE"]
 FOLDER, EPOCHS, PAUSE_S = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -31,7 +33,7 @@ def make_data() -> TensorDataset:
 
 
 class Journal:
-    """A line for each batch: the seconds since the last one, and what the caller gives."""
+    """A line for each batch: the seconds since the last one, its place, what became of it, and its samples."""
 
     def __init__(self, slot: int, rank: int) -> None:
         self._file = (FOLDER / f"journal-{slot}-{rank}-{os.getpid()}").open("w")
@@ -39,13 +41,20 @@ class Journal:
         self._num_alone = 0
         self._seen: dict[int, int] = {}
 
-    def write(self, members: tuple[int, ...], **entries: Any) -> None:
-        now = time.monotonic()
-        line = {"took": now - self._last, "members": members, **entries}
+    def write(self, replicas: Replicas, step: int, epoch: int, numbers: Tensor) -> None:
+        line = {
+            "took": time.monotonic() - self._last,
+            "members": replicas.members,
+            "step": step,
+            "epoch": epoch,
+            "dropped": replicas.dropped,
+            "healed": replicas.healed,
+            "numbers": numbers.tolist(),
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         time.sleep(PAUSE_S)
-        self._wait_for_missing(members)
+        self._wait_for_missing(replicas.members)
         self._last = time.monotonic()
 
     def _wait_for_missing(self, members: tuple[int, ...]) -> None:

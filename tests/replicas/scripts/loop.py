@@ -32,14 +32,7 @@ for _ in replicas.epochs(EPOCHS):
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         schedule.step()
-        journal.write(
-            replicas.members,
-            step=replicas.step,
-            epoch=replicas.epoch,
-            dropped=replicas.dropped,
-            healed=replicas.healed,
-            numbers=numbers.tolist(),
-        )
+        journal.write(replicas, replicas.step, replicas.epoch, numbers)
         if replicas.step == stops_at and replicas.slot == 0 and rank == size - 1:
             replicas.stop()
 state = optimizer.state_dict()

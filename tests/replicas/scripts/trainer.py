@@ -21,14 +21,7 @@ class Model(pl.LightningModule):
         return cross_entropy(self.net(x), y)
 
     def on_train_batch_end(self, *_):
-        journal.write(
-            replicas.members,
-            step=self.trainer.global_step,
-            epoch=self.trainer.current_epoch,
-            dropped=replicas.dropped,
-            healed=replicas.healed,
-            numbers=self.numbers.tolist(),
-        )
+        journal.write(replicas, self.trainer.global_step, self.trainer.current_epoch, self.numbers)
 
     def validation_step(self, batch):
         x, y, _ = batch
