@@ -74,7 +74,7 @@ def two(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Says what is trained; ``microbatches`` of a step, of which only the last is synchronised."""
+    """Says what is trained; of the ``microbatches`` of a step only the last is synchronised."""
 
     optimizers: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]] = adamw
     options: tuple[tuple[str, Any], ...] = ()

@@ -152,7 +152,7 @@ class _Targets:
         }
         self._per_element = per_element_keys(_sizes_of_state(directory.metadata, key), _names(optimizer))
         self._cut = _cut_params(optimizer)
-        self._elsewhere_owned: list[tuple[int, str]] = []  # element-wise values of which this rank reads nothing
+        self._elsewhere_owned: list[tuple[int, str]] = []  # element-wise values that other ranks read
 
     def make(self, place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
         """Returns the tensor to read into; None if other ranks read all of it."""

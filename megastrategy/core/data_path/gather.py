@@ -84,8 +84,8 @@ class Gather:
             self._bucket_of.update((id(param), plan.index) for param in of_bucket)
         self.remove_hooks()
         for child in module.modules() if self._overlaps else ():
-            held = {self._bucket_of[id(p)] for p in child._parameters.values() if id(p) in self._bucket_of}
-            buckets = [bucket for bucket in held if self._can_overlap[bucket]]
+            numbers = {self._bucket_of.get(id(param)) for param in child._parameters.values()}
+            buckets = [number for number in numbers if number is not None and self._can_overlap[number]]
             if buckets and not isinstance(child, torch.jit.ScriptModule):
                 self._handles.append(child.register_forward_pre_hook(_Wait(self, buckets), prepend=True))
 
@@ -137,7 +137,7 @@ class Gather:
             self.wait([bucket])
 
     def wait(self, buckets: Iterable[int]) -> None:
-        """Waits for these buckets, of which some may have arrived."""
+        """Waits for those of these buckets that have not arrived."""
         works = self._works
         pending = list(filter(works.__contains__, buckets))
         if not pending:

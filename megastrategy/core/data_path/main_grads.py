@@ -196,8 +196,8 @@ def declare_main_grads(module: nn.Module) -> list[Any]:
     """Sets ``grad_added_to_main_grad = False`` on parameters of modules that add gradients, and returns those that
     lacked it. Layers of other kinds have to set it on their weights themselves, before the model is wrapped."""
     adding = (child for child in module.modules() if any(getattr(child, name, False) is True for name in _FUSED))
-    own = (param for child in adding for param in child._parameters.values() if param is not None)
-    declared: list[Any] = [param for param in own if not has_main_grad(param)]
+    params = (param for child in adding for param in child._parameters.values() if param is not None)
+    declared: list[Any] = [param for param in params if not has_main_grad(param)]
     for param in declared:
         param.grad_added_to_main_grad = False
     return declared
@@ -236,5 +236,6 @@ def remove_main_grad(param: Any, place: Tensor) -> None:
 
 def pop_added_flag(param: Any) -> bool:
     """Returns whether the layer has added a gradient since the last call."""
-    added, param.grad_added_to_main_grad = bool(param.grad_added_to_main_grad), False
-    return added
+    is_added = bool(param.grad_added_to_main_grad)
+    param.grad_added_to_main_grad = False
+    return is_added

@@ -33,8 +33,8 @@ def total_grad_norm(
     """
     norms = _norms_of(grads, norm_type)
     # A rank that owns nothing takes part in the gather with 0, since the others wait for it.
-    own = _join_norms(norms, norm_type) if norms is not None else zero_norms((), device)
-    return own if collectives is None else norms_over_owners(own, norm_type, collectives)
+    norm = zero_norms((), device) if norms is None else _join_norms(norms, norm_type)
+    return norm if collectives is None else norms_over_owners(norm, norm_type, collectives)
 
 
 def zero_norms(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -47,7 +47,7 @@ def zero_norms(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _norms_of(grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
     """Returns the norms of gradients, in no order: 1-D, at least fp32, with a few kernels per gradient dtype; None if
-    none has elements, of which the kernel of the infinity norm needs one."""
+    none has elements: the kernel of the infinity norm needs one."""
     some = list(itertools.compress(grads, map(Tensor.numel, grads)))
     norms = []
     for kind in dict.fromkeys(map(_dtype, some)):

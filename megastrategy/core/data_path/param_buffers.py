@@ -35,7 +35,8 @@ class ParamBuffers:
         device: torch.device,
         parts: LocalParts,
     ) -> None:
-        self._device, self._local_parts = device, parts
+        self._device = device
+        self._local_parts = parts
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # the local parts of the parameters, in this memory
         self.flats: list[Tensor] = []

@@ -46,7 +46,8 @@ class Preparation:
 
     def replace(self, *, syncs: bool) -> None:
         """Sets the decision for the next backward, whatever the forwards before it."""
-        self.syncs, self.accumulates = syncs, not syncs
+        self.syncs = syncs
+        self.accumulates = not syncs
 
     def end(self, *, inside: bool) -> None:
         """Records the end of a synchronised backward; ``inside``: another backward around it continues."""
@@ -87,7 +88,9 @@ class DeferredBatch:
 
     def begin(self) -> None:
         """Begins a new batch."""
-        self.is_open, self.has_synced, self.refusal = True, False, None
+        self.is_open = True
+        self.has_synced = False
+        self.refusal = None
 
 
 def backward_starts(outputs: Any) -> Iterator[Tensor]:

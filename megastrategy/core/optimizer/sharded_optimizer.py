@@ -603,7 +603,7 @@ class ShardedOptimizer:
                 run.main.grad = None if grad is None else grad.to(run.main.dtype)
 
     def _select(self, bucket: int, has_grad: Mapping[int, bool]) -> None:
-        """Sets or drops the gradients of a bucket's runs; a run of which only a part has one is divided."""
+        """Sets or drops the gradients of a bucket's runs, and divides a run if only some of its members have one."""
         divided: dict[Run, list[Run]] = {}
         for run in self._runs_of[bucket]:
             parts = group_members(run.members, lambda member: has_grad[member.param])
