@@ -576,15 +576,17 @@ class ShardedOptimizer:
             self._set_changed_grads()
             self._shown = reducer.shown if reducer.is_settled else None
         if self._casts:
-            pairs = [(run.main.grad, run.grad) for run in self._casts]
-            torch._foreach_copy_(
-                [grad for grad, _ in pairs if grad is not None],
-                [reduced for grad, reduced in pairs if grad is not None and reduced is not None],
-            )
+            self._cast_grads()
         if self._owners:
             self._send_to_owners()
         if not self.is_sharded:
             self._take_own_grads()
+
+    def _cast_grads(self) -> None:
+        pairs = [(run.main.grad, run.grad) for run in self._casts]
+        grads = [grad for grad, _ in pairs if grad is not None]
+        if grads:  # torch refuses an empty list
+            torch._foreach_copy_(grads, [reduced for grad, reduced in pairs if grad is not None and reduced is not None])
 
     def _set_changed_grads(self) -> None:
         for bucket in self._buckets:

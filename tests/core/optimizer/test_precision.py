@@ -121,6 +121,33 @@ def test_gradients_in_bf16_where_asked_for() -> None:
     run_ranks(2, run)
 
 
+def test_16_bit_gradients_may_all_be_absent() -> None:
+    """Main params in fp32 get copies of reduced gradients in bf16: of none, where only fp32 layers were used."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Parameter(torch.ones(4))
+            self.unused = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def forward(self) -> Tensor:
+            return self.used.sum()
+
+    def run(rank: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        module = Two()
+        options = {"grad_reduce_in_fp32": False, "find_unused_parameters": True}
+        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=0.5), **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        return module.used.detach().clone(), module.unused.detach().clone()
+
+    for used, unused in run_ranks(2, run):
+        assert used.tolist() == [0.0] * 4
+        assert unused.tolist() == [1.0] * 4
+
+
 def re_point(module: nn.Sequential, state: dict[str, Tensor]) -> None:
     for name, param in module.named_parameters():
         param.data = state[name].clone()
