@@ -583,10 +583,13 @@ class ShardedOptimizer:
             self._take_own_grads()
 
     def _cast_grads(self) -> None:
-        pairs = [(run.main.grad, run.grad) for run in self._casts]
-        grads = [grad for grad, _ in pairs if grad is not None]
+        grads, reduced = [], []
+        for run in self._casts:
+            if run.main.grad is not None and run.grad is not None:
+                grads.append(run.main.grad)
+                reduced.append(run.grad)
         if grads:  # torch refuses an empty list
-            torch._foreach_copy_(grads, [reduced for grad, reduced in pairs if grad is not None and reduced is not None])
+            torch._foreach_copy_(grads, reduced)
 
     def _set_changed_grads(self) -> None:
         for bucket in self._buckets:
