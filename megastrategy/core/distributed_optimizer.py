@@ -164,6 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         """Loops that start anew assign an empty one."""
         self._impl.inner.state = unguarded_state(value, self._impl)
+        self._impl.forget_pending_state()
 
     @property
     def defaults(self) -> dict[str, Any]:

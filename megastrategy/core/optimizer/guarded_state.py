@@ -63,6 +63,11 @@ class GuardedState(MutableMapping[Any, Any]):
         _check(key, self._optimizer)
         return self._state.pop(key, *default)
 
+    def clear(self) -> None:
+        """Forgets the state, also what was loaded and waits for the first step."""
+        self._state.clear()
+        self._optimizer.forget_pending_state()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state!r})"
 

@@ -113,6 +113,11 @@ class ShardedOptimizer:
         """Whether this rank has only a part of the state."""
         return self.is_sharded and not self.is_given_back
 
+    def forget_pending_state(self) -> None:
+        """Drops what was loaded and waits for the plan, except main params, which are weights."""
+        key = state.MAIN_PARAM
+        self.pending = {index: {key: values[key]} for index, values in self.pending.items() if key in values}
+
     def params(self) -> list[Parameter]:
         """Returns all parameters in the groups."""
         return [param for group in self.inner.param_groups for param in group["params"]]
