@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..core import Collectives, KnownFindings, host_collectives, make_collectives, private_group
-from .deadlocks import DeadlockFinder
+from .failure_watch import FailureWatch
 
 
 def exception_name() -> str:
@@ -21,15 +21,10 @@ def exception_name() -> str:
     return _name(state.num_setups, state.num_exceptions)
 
 
-def is_awaited() -> bool:
-    """Whether another rank is known to wait in a collective that this one has not started."""
-    return _state().deadlock_finder.is_awaited()
-
-
 def end_run(run: str) -> None:
     """Records that this rank has ended a fit or the like, for ranks that wait for it; ``run`` says which, and where."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        _state().deadlock_finder.end_run(run)
+        _state().failure_watch.end_run(run)
 
 
 @dataclasses.dataclass
@@ -37,7 +32,7 @@ class _State:
     collectives: Collectives | None = None
     call_check_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
-    deadlock_finder: DeadlockFinder = dataclasses.field(default_factory=lambda: DeadlockFinder(exception_name))
+    failure_watch: FailureWatch = dataclasses.field(default_factory=lambda: FailureWatch(exception_name))
     known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
@@ -65,8 +60,7 @@ def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collect
     if not agreed:
         _give_up_unless_all_have(state.collectives, device)
     if state.collectives is None:
-        collectives = make_collectives(private_group(None, device), device)
-        state.collectives = state.deadlock_finder.watch("for gradients or weights", collectives)
+        state.collectives = state.failure_watch.watch(make_collectives(private_group(None, device), device))
     return state.collectives
 
 
@@ -84,7 +78,7 @@ def give_up_engine_collectives() -> None:
     """
     state = _state()
     state.collectives = state.call_check_collectives = state.checkpoint_collectives = None
-    state.deadlock_finder.forget()
+    state.failure_watch.forget()
 
 
 def _give_up_unless_all_have(collectives: Collectives | None, device: torch.device) -> None:
@@ -104,8 +98,7 @@ def call_check_collectives(device: torch.device) -> Collectives:
     state = _state()
     _give_up_unless_all_have(state.call_check_collectives, device)
     if state.call_check_collectives is None:
-        where = "for all ranks, before the next batch or in a collective of the framework"
-        state.call_check_collectives = state.deadlock_finder.watch(where, host_collectives())
+        state.call_check_collectives = state.failure_watch.watch(host_collectives())
     return state.call_check_collectives
 
 

@@ -24,7 +24,7 @@ from . import processes
 PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others. Those that were interrupted too (a signal, an error on all ranks) come
 at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
-DeadlockFinder.GRACE_S. One that waits in a collective of user code comes only when that rank's process ends."""
+FailureWatch.GRACE_S. One that waits in a collective of user code comes only when that rank's process ends."""
 
 POLL_S = 0.02
 PROCESS_POLL_S = 0.5

@@ -5,7 +5,7 @@ rank that waits there for one that failed notices only the end of that one's pro
 began and others did not makes the group useless.
 
 So ranks first compare their calls in a small all-reduce on a separate group, whose waits are watched
-(:mod:`megastrategy._faults.deadlocks`). A rank that waits in vain gives up there, before anything was begun on the
+(:mod:`megastrategy._faults.failure_watch`). A rank that waits in vain gives up there, before anything was begun on the
 default group. They do so before each batch, too, where Lightning broadcasts whether a rank got SIGTERM.
 """
 

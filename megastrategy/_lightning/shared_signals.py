@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
 
 import torch
 
-from .._faults.process_collectives import exception_name, is_awaited
+from .._faults.process_collectives import exception_name
 from .._faults.recovery import POLL_S, first_stopped, report_stop, store_of
 
 INTERVAL_S = 0.2
@@ -21,9 +20,9 @@ INTERVAL_S = 0.2
 _POLLS_PER_S = 1280
 """The most requests of all ranks together, a tenth of a core. From 256 ranks on each polls less often."""
 
-_PATIENCE = timedelta(seconds=20)
+_PATIENCE_S = 5.0
 """The longest that a rank waits for the others, which may be within a batch, to save with it between two batches of an
-evaluation."""
+evaluation. Schedulers kill a minute or so after the signal."""
 
 _FAREWELL_S = 5.0
 """Seconds for which rank 0 waits at most for the others to stop for SIGTERM, too. Most do within a batch or a second.
@@ -100,10 +99,10 @@ class SharedSignals:
         """
         store = self._store
         key = f"requeue/{number}"
-        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        deadline = time.monotonic() + _PATIENCE_S
         store.add(f"{key}/came", 1)
         while store.add(f"{key}/came", 0) < self._size and not store.check([f"{key}/outcome"]):
-            if time.monotonic() > deadline or is_awaited():
+            if time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "later")
             time.sleep(POLL_S)
         if store.compare_set(f"{key}/outcome", "", "now") == b"now":

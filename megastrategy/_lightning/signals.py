@@ -26,7 +26,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..core import Collectives
+from .._faults.process_collectives import exception_name
+from .._faults.recovery import report_failure
+from ..core import CollectiveError, Collectives
 from .checked_collectives import compare_calls
 from .replaced_methods import ReplacedMethods
 from .shared_signals import SharedSignals
@@ -79,6 +81,7 @@ class SignalAgreement:
             # no next batch comes before which ranks would stop
             self._run_before(fit_loop, "on_run_end", self._agree)
             self._replaced.add(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
+            self._replaced.add(fit_loop, "run", _reporting_failures(fit_loop.run))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies as None: a copy of the Trainer runs nothing that a signal could end."""
@@ -185,3 +188,22 @@ class SignalAgreement:
         if terminated:
             self._connector.received_sigterm = True
             raise self._sigterm_exception
+
+
+def _reporting_failures(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a loop's run: other ranks learn of a failure before this rank cleans up behind it.
+
+    Lightning's LearningRateFinder restores its checkpoint in a ``finally``, with a barrier, before ``on_exception``.
+    """
+
+    @functools.wraps(run)
+    def run_and_report(*arguments: Any, **options: Any) -> Any:
+        try:
+            return run(*arguments, **options)
+        except CollectiveError:
+            raise  # it follows from another rank's failure
+        except Exception as error:
+            report_failure(exception_name(), error)
+            raise
+
+    return run_and_report

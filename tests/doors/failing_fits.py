@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from megastrategy._faults.deadlocks import DeadlockFinder
+from megastrategy._faults.failure_watch import FailureWatch
 
 from .fits import AwkwardModule, loader, make_strategy, make_trainer
 
@@ -100,11 +100,11 @@ def assert_whole(directory: Path, global_step: int) -> None:
 @contextlib.contextmanager
 def short_grace() -> Iterator[None]:
     """These processes go on to other tests."""
-    before, DeadlockFinder.GRACE_S = DeadlockFinder.GRACE_S, 0.5
+    before, FailureWatch.GRACE_S = FailureWatch.GRACE_S, 0.5
     try:
         yield
     finally:
-        DeadlockFinder.GRACE_S = before
+        FailureWatch.GRACE_S = before
 
 
 def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from megastrategy._faults.deadlocks import DeadlockFinder
+from megastrategy._faults.failure_watch import FailureWatch
 
 from ..failing_fits import BATCH
 from ..fits import AwkwardModule, loader, make_strategy, make_trainer
@@ -34,7 +34,7 @@ class Signals(pl.Callback):
 
 
 def fit_with(callback: pl.Callback, directory: Path, strategy: str = "megatron_ddp", **options: Any) -> None:
-    DeadlockFinder.GRACE_S = 0.5  # this process ends with the exception
+    FailureWatch.GRACE_S = 0.5  # this process ends with the exception
     log = logging.FileHandler(directory.with_name(f"rank{os.environ['LOCAL_RANK']}.log"))
     logging.getLogger("megastrategy").addHandler(log)
     checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -198,13 +199,12 @@ class SkipsABackward(Manual):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_backward_that_one_rank_skips_ends_all_with_the_reason(ranks: Ranks, sharded: bool) -> None:
-    """The ranks are in different collectives then; gloo alone would end a process, or hang."""
-    options = {"use_distributed_optimizer": sharded}
+def test_a_backward_that_one_rank_skips_ends_all_at_the_timeout(ranks: Ranks, sharded: bool) -> None:
+    """The ranks are in different collectives then."""
+    options = {"use_distributed_optimizer": sharded, "timeout": timedelta(seconds=5)}
     outcomes = ranks.outcomes(fit_manual, "megatron_ddp", SkipsABackward, options)
     for outcome in outcomes:
         assert_failed(outcome, kind="CollectiveError", within_s=30)
-    assert any("the ranks wait for each other" in outcome.message for outcome in outcomes), "the first to see it"
 
 
 def fit_manual(name: str, kind: type[Manual], options: dict[str, Any] | None = None) -> Fit:
