@@ -37,6 +37,13 @@ class _State:
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
 
+    def count_together(self) -> None:
+        """Makes a rank that waits before a batch, or in a framework's collective, see who saves without it."""
+        # One count: a program starts the collectives of both groups in one order, the same on all ranks.
+        if self.collectives is not None and self.call_check_collectives is not None:
+            self.call_check_collectives.progress = self.collectives.progress
+            self.call_check_collectives.rank_check = self.collectives.rank_check
+
 
 _STATES: WeakKeyDictionary[ProcessGroup, _State] = WeakKeyDictionary()
 
@@ -61,14 +68,16 @@ def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collect
         _give_up_unless_all_have(state.collectives, device)
     if state.collectives is None:
         state.collectives = state.failure_watch.watch(make_collectives(private_group(None, device), device))
+        state.count_together()
     return state.collectives
 
 
-def count_barrier(barrier: str) -> None:
-    """Counts a barrier of the framework's, which all ranks enter: a rank in it is then known to be past the place where
-    another rank saves without it."""
-    if (collectives := _state().collectives) is not None:
-        collectives.progress.enter_barrier(barrier)
+def enter_barrier(barrier: str) -> None:
+    """Reports a barrier of the framework's, which all ranks enter: a rank in it is then known to be past the place
+    where another rank saves without it."""
+    collectives = _state().collectives
+    if collectives is not None and collectives.rank_check is not None:
+        collectives.rank_check.enter_barrier(barrier)
 
 
 def give_up_engine_collectives() -> None:
@@ -99,6 +108,7 @@ def call_check_collectives(device: torch.device) -> Collectives:
     _give_up_unless_all_have(state.call_check_collectives, device)
     if state.call_check_collectives is None:
         state.call_check_collectives = state.failure_watch.watch(host_collectives())
+        state.count_together()
     return state.call_check_collectives
 
 

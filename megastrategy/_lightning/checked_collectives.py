@@ -22,7 +22,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from .._faults.process_collectives import (
     call_check_collectives,
-    count_barrier,
     engine_collectives,
     exception_name,
     give_up_engine_collectives,
@@ -53,7 +52,6 @@ def compare_calls(collectives: Collectives, call: str, facts: Sequence[int] = (0
         CollectiveError: if some rank came to another, or does not come.
     """
     # The maximum has a mark for each call that some rank is about to make: more than one is a mismatch.
-    count_barrier(f"a check of all ranks: it {_CALLS[call]}")
     marks_and_facts = torch.tensor([*(call == name for name in _CALLS), *facts], device="cpu")
     collectives.all_reduce_max(marks_and_facts).wait()
     marks: list[int] = marks_and_facts.tolist()

@@ -39,7 +39,7 @@ from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import trainable_weights, unmapped_copy
 from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
-from .._faults.process_collectives import checkpoint_collectives, count_barrier
+from .._faults.process_collectives import checkpoint_collectives, enter_barrier
 from .._prepared_models import PreparedModels
 from .._replicas import Replicas
 from .._unsharded_optimizers import UnshardedOptimizers
@@ -341,7 +341,7 @@ class FabricStrategy(_Base):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits as "ddp" does."""
-        count_barrier("fabric.barrier()")
+        enter_barrier("fabric.barrier()")
         super().barrier(*args, **kwargs)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

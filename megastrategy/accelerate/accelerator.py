@@ -510,10 +510,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().reduce(*args, **kwargs)
 
     def _enter(self, barrier: str) -> None:
-        """Counts a barrier, so that a rank in it is known to be past where another rank is."""
+        """Reports a barrier, so that a rank in it is known to be past where another rank is."""
         collectives = self._collectives()
-        if collectives is not None:
-            collectives.progress.enter_barrier(barrier)
+        if collectives is not None and collectives.rank_check is not None:
+            collectives.rank_check.enter_barrier(barrier)
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
         models = self._models

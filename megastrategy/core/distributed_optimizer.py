@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._number = 0
         rank_check = engine.collectives.rank_check
         if impl.is_sharded and rank_check is not None:
-            rank_check.start_responder()
+            rank_check.num_optimizers += 1
             self._number = rank_check.num_optimizers
         if impl.has_runs:
             impl.hooks = [

@@ -94,7 +94,7 @@ class GlooCollectives(Collectives):
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, _end, self._worker, self._gloo_references)
-        # Counted in the caller's thread, in the order of the program: ranks compare the number to find a deadlock.
+        # Counted in the caller's thread, in the order of the program: ranks compare the number.
         self._count(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.progress.num_started)
 
@@ -106,9 +106,8 @@ class GlooCollectives(Collectives):
     def _finish_started(self) -> None:
         if self._worker is not None:
             # An empty job behind all others. Failed ones count as finished; their handles raise.
-            last = self.progress.last_started[-1]
             future = self._worker.submit(lambda: None)
-            _FutureHandle(last, future, self, self.progress.num_started).wait_for_end()
+            _FutureHandle(self.progress.last_started, future, self, self.progress.num_started).wait_for_end()
 
     def _give_up(self, what: str, reason: str) -> NoReturn:
         if self._worker is not None:

@@ -102,7 +102,7 @@ class Collectives(ABC):
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.rank_check = rank_check
         self._host = host
-        # One count for both: the responder's thread compares it with rank 0's.
+        # One count for both: a check compares it with that of other ranks.
         self.progress = rank_check.progress if rank_check is not None else Progress()
         if host is not None:
             # One count for device and host, too: a program starts both in one order, the same on all ranks.
@@ -166,10 +166,7 @@ class Collectives(ABC):
         """Counts a collective that is started."""
         progress = self.progress
         progress.num_started += 1
-        progress.last_started.append(what)
-        if self.rank_check is not None:
-            # After close() the responder is gone; a rank that is used again must be able to answer rank 0.
-            self.rank_check.restart_responder()
+        progress.last_started = what
 
     def check_peers(self, what: str, number: int) -> None:
         """Called while the ``number``-th collective that was started takes long.
@@ -177,9 +174,9 @@ class Collectives(ABC):
         Raises:
             CollectiveError: if it will not complete.
         """
-        # Rank 0 waits here, so a rank whose check is before this collective would wait for it forever.
+        # This rank waits here, so one whose check is before this collective would wait for it forever.
         if self.rank_check is not None:
-            self.rank_check.report_waiting(f"waiting in {what}", number)
+            self.rank_check.report_waiting(what, number)
         # A backend cannot notice that a peer raised and is elsewhere while its process lives; the watchdog can.
         if self.watchdog is not None and (reason := self.watchdog(what, number)):
             self._give_up(what, reason)
@@ -244,11 +241,9 @@ class Collectives(ABC):
     def broadcast(self, tensor: Tensor) -> Handle:
         """Replaces ``tensor`` by rank 0's."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have none
         """Releases threads and scratch memory, not the group, which belongs to the caller. May be called again,
         and used again afterwards."""
-        if self.rank_check is not None:
-            self.rank_check.stop_responder()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Replaces every tensor (any shape and dtype) by rank 0's, in a few coalesced broadcasts per dtype."""

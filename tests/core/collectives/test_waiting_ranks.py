@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup
 
-from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
+from megastrategy.core.collectives import GlooCollectives
 from megastrategy.core.collectives.rank_check import RankCheck
 from megastrategy.core.errors import CollectiveError, NotOnAllRanksError
 from tests.support.ranks import run_ranks, with_instances
@@ -65,38 +65,64 @@ def test_an_error_of_another_call_says_where_rank_zero_waits() -> None:
     assert time.monotonic() - start < TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
 @pytest.mark.real_collectives("gives the real ones a rank check")
-def test_collectives_of_an_instance_are_evidence_of_progress(kind: type[Collectives]) -> None:
+def test_rank_that_waits_in_its_instance_ends_a_check_it_has_passed() -> None:
     """Rank 0 calls something that the others have left for the next reduction, inside their instances."""
 
     def run(rank: int, group: ProcessGroup) -> float:
-        every = with_instances(group, 2, kind)  # type: ignore[arg-type]
+        every = with_instances(group, 2, GlooCollectives)
         every.rank_check = calls = rank_check(group)
         every.progress = calls.progress
-        calls.start_responder()
         inside = every.instances[2]
         start = time.monotonic()
         if rank == 0:
-            with pytest.raises(NotOnAllRanksError, match="is elsewhere, in the reduce-scatter of a later step"):
+            with pytest.raises(NotOnAllRanksError, match="is elsewhere, waiting in reduce-scatter"):
                 every.require_all_ranks("state_dict()")
         seconds = time.monotonic() - start
         inside.reduce_scatter(torch.ones(4), 1.0).wait()
         inside.reduce_scatter_into(torch.zeros(2), torch.ones(4), 1.0).wait()
         inside.all_gather(torch.ones(4)).wait()
-        assert list(every.progress.last_started) == ["reduce-scatter", "reduce-scatter", "all-gather"]
+        assert every.progress.num_started == 3
         every.close()
         return seconds
 
     assert max(run_ranks(4, run)) < TIMEOUT_S / 2
 
 
-def test_a_rank_goes_on_when_the_process_of_the_store_has_just_ended() -> None:
-    """Its thread for rank 0 connects anew, which torch attempts for the store's timeout; the rank itself learns of the
-    end by its next collective."""
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=1.0))
-    del host
-    calls = RankCheck(PrefixStore("check", store), 1, 2, timedelta(seconds=TIMEOUT_S))
-    calls.start_responder()
-    calls.stop_responder()
+def test_rank_in_a_barrier_of_a_door_will_not_come() -> None:
+    """It does not look there; it has reported that it enters one more than rank 0."""
+    is_over = threading.Event()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        check = rank_check(group)
+        check.enter_barrier("accelerator.gather()")  # on both ranks: no evidence
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(NotOnAllRanksError, match=r"rank 1 is elsewhere, in accelerator.gather\(\)"):
+                check.wait_for_all("state_dict()", lambda rank: None)
+            is_over.set()
+        else:
+            time.sleep(1.5)
+            check.enter_barrier("accelerator.gather()")
+            is_over.wait(TIMEOUT_S)
+        assert 1.5 < time.monotonic() - start < TIMEOUT_S / 2
+
+    run_ranks(2, run)
+
+
+def test_places_of_several_ranks_in_other_checks_do_not_hide_each_other() -> None:
+    """Ranks 1 and 2 are in two checks, and write their places over each other's; rank 0 waits in a collective."""
+
+    def run(rank: int, group: ProcessGroup) -> float:
+        check = rank_check(group)
+        start = time.monotonic()
+        if rank == 0:
+            while time.monotonic() - start < 4.0:
+                check.report_waiting("all-reduce", 1)
+                time.sleep(0.1)
+        else:
+            with pytest.raises(NotOnAllRanksError, match="rank 0 is elsewhere, waiting in all-reduce"):
+                check.wait_for_all(f"call {rank}", lambda rank: None)
+        return time.monotonic() - start
+
+    assert max(run_ranks(3, run)) < TIMEOUT_S / 2

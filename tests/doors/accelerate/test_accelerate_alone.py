@@ -84,8 +84,8 @@ def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tup
     ("then", "why"),
     [
         ("barrier", "in accelerator.wait_for_everyone()"),
-        ("next", "of a later step"),
-        ("step", "of a later step"),
+        ("next", "rank 1 is elsewhere, waiting in "),
+        ("step", "rank 1 is elsewhere, waiting in "),
     ],
     ids=["barrier", "next-step", "before-the-step"],
 )
