@@ -13,7 +13,6 @@ import functools
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -31,9 +30,8 @@ from ..core import (
     RemoteDirectory,
     is_directory_checkpoint,
     names_elsewhere,
-    to_host,
 )
-from .directory_writer import save_directory
+from .directory_writer import BackgroundSave, save_directory
 from .files import load_file, local_path, unmapped_copy
 from .foreign import describe_deepspeed
 from .not_tensors import NOT_TENSORS
@@ -110,8 +108,7 @@ class DirectorySaver:
     """Saves directories, one at a time, optionally in the background."""
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._background: BackgroundSave | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies of a Trainer have a new saver, without a save in the background."""
@@ -138,26 +135,18 @@ class DirectorySaver:
         if isinstance(path, Path) and (collectives.rank == 0 or is_apart):
             with contextlib.suppress(OSError):  # the save will meet it too, and report it on all ranks
                 path.parent.mkdir(parents=True, exist_ok=True)  # now: callbacks make links beside it
-        if not in_background:
+        if in_background:
+            self._background = BackgroundSave(state, extra, path, collectives)
+        else:
             save_directory(state, extra, path, collectives, is_apart=is_apart)
-            return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
-        copies = to_host(state), to_host(extra)
-        self._pending = self._executor.submit(save_directory, *copies, path, collectives)
 
     def run_after_save(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` when the save in the background is complete, for example to remove an older checkpoint."""
-        pending = self._pending
-        if pending is None or self._executor is None:
+        """Runs ``action`` now, or in the next :meth:`wait` if a save in the background is not complete: for example to
+        remove an older checkpoint."""
+        if self._background is None:
             action()
-            return
-
-        def run() -> None:
-            pending.result()
-            action()
-
-        self._pending = self._executor.submit(run)
+        else:
+            self._background.run_after(action)
 
     def wait(self) -> None:
         """Returns when the save in the background is complete.
@@ -165,21 +154,12 @@ class DirectorySaver:
         Raises:
             CheckpointError: if it failed.
         """
-        if self._pending is not None:
+        if self._background is not None:
             # Ctrl-C may interrupt this, and then the next save must wait again.
-            wait([self._pending])
-            pending = self._pending
-            self._pending = None
-            pending.result()
-
-    def close(self) -> None:
-        """Waits, and ends the thread."""
-        try:
-            self.wait()
-        finally:
-            if self._executor is not None:
-                self._executor.shutdown()
-                self._executor = None
+            self._background.wait()
+            background = self._background
+            self._background = None
+            background.finish()
 
 
 def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:

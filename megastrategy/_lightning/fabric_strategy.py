@@ -37,8 +37,8 @@ from .._checkpoints.directories import (
 )
 from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import trainable_weights, unmapped_copy
+from .._checkpoints.foreign import describe_value
 from .._checkpoints.not_tensors import NOT_TENSORS
-from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, enter_barrier
 from .._prepared_models import PreparedModels
 from .._replicas import Replicas
@@ -443,7 +443,7 @@ class FabricStrategy(_Base):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads all of ``state``, or nothing: an object that does not fit is found before anything is changed.
+        """Loads ``state``, one object after the other, weights before optimizers' shards of a directory.
 
         Modules and sharded optimizers copy theirs out of the mapped file; all else is copied to memory of its own.
 
@@ -463,7 +463,7 @@ class FabricStrategy(_Base):
             self._load_objects({"": self._distributed(state)}, {"": loaded}, strict, path)
             return {}
         if not isinstance(loaded, dict):
-            raise CheckpointError(f"{path}: expected a dictionary with {list(state)}, got {describe_foreign(loaded)}")
+            raise CheckpointError(f"{path}: expected a dictionary with {list(state)}, got {describe_value(loaded)}")
         saved = dict(loaded)
         objects = {key: self._distributed(value) for key, value in state.items()}
         main_params: Mapping[str, dict[str, Tensor]] = saved.pop(MAIN_PARAMS_KEY, {})
@@ -482,10 +482,8 @@ class FabricStrategy(_Base):
         missing = [key for key in objects if key not in saved]
         if strict and missing:
             raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
-        # up to ``values`` everything is checked and nothing changed: errors come before the first object is loaded
         objects = {key: value for key, value in objects.items() if key in saved}
         sharded = {id(optimizer) for optimizer, model in self._models.optimizers() if model.layout.num_shards > 1}
-        self._check_objects(objects, saved, strict, path)
         # a directory's optimizers are read now, and changed below: their files may be damaged
         read = {
             key: value.read_sharded(*saved[key])
@@ -510,17 +508,6 @@ class FabricStrategy(_Base):
         for apply in read.values():
             apply()
         return values
-
-    def _check_objects(self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path) -> None:
-        """Raises CheckpointError where weights, or states of optimizers in one file, do not fit."""
-        models = {id(optimizer): model for optimizer, model in self._models.optimizers()}
-        for key, value in objects.items():
-            source = f"{key!r} in {path}" if key else str(path)
-            if isinstance(value, Module):
-                check_module_state(unwrapped(value), saved[key], strict, source)
-            elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
-                names = {param: name for name, param in models[id(value)].module.named_parameters()}
-                check_optimizer_state(value, saved[key], names, source)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .._checkpoints.directories import OptimizerInDirectory, load_optimizers, written_by
 from .._checkpoints.files import trainable_weights, unmapped_copy
-from .._checkpoints.validation import check_optimizer_state, describe_foreign
+from .._checkpoints.foreign import describe_value
 from ..core import CheckpointError, DistributedOptimizer, Engine
 from .checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO
 from .meshes import ModelMesh
@@ -57,7 +57,7 @@ def unmapped(checkpoint: Any, path: str | Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
         raise CheckpointError(
             f"{path} is no checkpoint of a Trainer: expected a dictionary with 'state_dict', got "
-            f"{describe_foreign(checkpoint)}. Bare weights are loaded by module.load_state_dict, before the fit"
+            f"{describe_value(checkpoint)}. Bare weights are loaded by module.load_state_dict, before the fit"
         )
     checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
     mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
@@ -69,15 +69,13 @@ def load_optimizer_states(
     module: Module,
     optimizers: Sequence[Optimizer],
     engine: Engine | None,
-    source: str,
     lightnings: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Loads all optimizers' states, or none. ``lightnings`` is Lightning's own function, for states in one file.
+    """Loads all optimizers' states. ``lightnings`` is Lightning's own function, for states in one file.
 
     Raises:
-        CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
+        CheckpointError: if one does not fit; those before it are loaded, as under "ddp".
     """
-    names = {param: name for name, param in module.named_parameters()}
     states = checkpoint["optimizer_states"]
     # a file without main params may have fp32 weights, which the cast to 16 bits rounded
     weights = trainable_weights(module, checkpoint["state_dict"])
@@ -85,10 +83,6 @@ def load_optimizer_states(
         load_optimizers(optimizers, states, weights)
         return
     sharded = [opt if isinstance(opt, DistributedOptimizer) else None for opt in optimizers]
-    # all before any: Lightning loads one by one, and would change the first where the second does not fit
-    for number, (optimizer, state) in enumerate(zip(sharded, states, strict=False)):
-        if optimizer is not None:
-            check_optimizer_state(optimizer, state, names, f"optimizer {number} in {source}")
     with contextlib.ExitStack() as stack:
         for optimizer in sharded:
             # Nothing is exchanged: the learning rate finder restores on a rank that has failed, and no other comes.

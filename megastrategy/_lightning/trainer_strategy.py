@@ -31,7 +31,6 @@ from .._checkpoints.directories import (
     refuse_storage_options,
     remove_directory,
 )
-from .._checkpoints.validation import check_module_state
 from .._faults.interfaces import add_way_out
 from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name, known_findings
 from .._faults.recovery import PATIENCE, ended_process, first_failure, join_setup, report_failure
@@ -165,7 +164,6 @@ class TrainerStrategy(_Base):
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # the plugin's before the fit
         self._checked = CheckedCollectives(self, self._mesh)
         self._signals: SignalAgreement | None = None
-        self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self._listeners: list[Callable[[Event], None]] = []
 
@@ -323,7 +321,7 @@ class TrainerStrategy(_Base):
             super().teardown()
         try:
             # raises if the save in the background failed, so it comes when the module is the user's again
-            self._directory_saver.close()
+            self._directory_saver.wait()
         finally:
             self._checked.stop()
 
@@ -564,7 +562,6 @@ class TrainerStrategy(_Base):
             CheckpointError: if the file is not a Trainer's.
         """
         self._directory_saver.wait()
-        self._loaded_from = str(checkpoint_path)
         path = existing_directory(checkpoint_path)
         if path is not None:
             return load_trainer_directory(path, self.lightning_module, weights_only)
@@ -572,14 +569,13 @@ class TrainerStrategy(_Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
         if not self._mesh.shares_model:
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._mesh.load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads all optimizers' states, or none. What another replica has given is there already.
+        """Loads all optimizers' states. What another replica has given is there already.
 
         Raises:
             CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
@@ -588,7 +584,7 @@ class TrainerStrategy(_Base):
         load = super().load_optimizer_state_dict
         assert module is not None
         if checkpoint["optimizer_states"]:
-            load_optimizer_states(checkpoint, module, self.optimizers, self._engine, self._loaded_from, load)
+            load_optimizer_states(checkpoint, module, self.optimizers, self._engine, load)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from torch.nn import Module
 from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import load_file, save_file
 from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
-from .._checkpoints.validation import check_module_state
 from ..core import (
     EXTRA_FILE,
     CheckpointError,
@@ -27,7 +26,6 @@ from ..core import (
     is_directory_checkpoint,
 )
 from .prepared_model import PreparedModel
-from .tensor_parallel import cut_in_place
 
 _CALL_ON_ALL_RANKS = (
     "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`: every rank calls it, and the main "
@@ -102,7 +100,7 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     """Loads a directory: each rank reads the weights, and its part of the optimizers.
 
     Raises:
-        CheckpointError: if a key is missing, or weights or optimizers are of another model; nothing is changed then.
+        CheckpointError: if a key is missing, or an optimizer is of another model; nothing is changed then.
     """
     path = folder / DIRECTORY
     directory = OpenDirectory(path)
@@ -117,8 +115,6 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     weights = [
         directory.read_weights(key, model) | not_tensors.get(key, {}) for key, model in zip(keys, models, strict=True)
     ]
-    for key, model, values in zip(keys, models, weights, strict=True):
-        check_module_state(model, values, True, f"{key!r} in {path}", {cut_in_place})
     read = [item.read_sharded(directory, key) for item, key in zip(optimizers, optimizer_keys, strict=True)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)

@@ -6,18 +6,14 @@ A file is mapped. A directory is read into host memory, as by Lightning's ``cons
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._checkpoints.files import save_file, write_synced
+from .._checkpoints.directory_writer import save_directory
+from .._checkpoints.files import save_file
 from .._checkpoints.not_tensors import not_tensors
-from .._checkpoints.paths import replace_path, sync_directory
-from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
+from ..core import CheckpointError, is_directory_checkpoint
 from .checkpoint_parts import Parts, by_name, content_of_file, read_directory_parts
 from .param_names import Names
 
@@ -50,8 +46,8 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False)
         force: replace a checkpoint that is there.
 
     Raises:
-        CheckpointError: if names are missing or wrong, or ``directory`` is there and not to be replaced.
-        OSError: if it cannot be written; what was there is as it was.
+        CheckpointError: if names are missing or wrong, or ``directory`` is there and not to be replaced, or it
+            cannot be written; what was there is as it was.
     """
     check_target(directory, force)
     state: dict[str, Any] = dict(parts.models)
@@ -73,19 +69,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False)
         state[key] = by_name(optimizer, names[key], parts.models, f"{key!r} in {parts.path}")
         if key in parts.main_params:
             state[key]["main_params"] = dict(parts.main_params[key])
-    # under a name of its own until all of it is on the disk: a directory is complete or not there
-    staged = directory.with_name(f".{directory.name}.incomplete")
-    with _naming(directory, "it was not written"):
-        if staged.is_dir():
-            shutil.rmtree(staged)
-        try:
-            staged.mkdir(parents=True)
-            _write(state, parts.extra | not_tensors(parts.models), staged)
-            replace_path(staged, directory)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)  # there is an error to be told already
-            raise
-        sync_directory(directory.absolute().parent)
+    save_directory(state, parts.extra | not_tensors(parts.models), directory, None)
 
 
 def check_target(path: Path, force: bool) -> None:
@@ -97,33 +81,3 @@ def check_target(path: Path, force: bool) -> None:
         raise CheckpointError(f"{path} is a directory, and no checkpoint: say where in it the checkpoint shall be")
     if path.exists() and not force:
         raise CheckpointError(f"{path} is already there: --force replaces it")
-
-
-def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*to save in a single process")
-            save(state, storage_writer=FileSystemWriter(staged), no_dist=True)
-    except CheckpointException as error:  # a BaseException
-        cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
-        # torch.save reports a failed write in its own words.
-        while not isinstance(cause, OSError):
-            reason = cause.__cause__ or cause.__context__
-            if reason is None:
-                break
-            cause = reason
-        raise cause from error
-    write_synced(extra, staged / EXTRA_FILE)
-
-
-@contextlib.contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
-    """Names the path that was asked for in the system's errors, not one beside it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"{what} ({error.strerror})", str(path)) from error

@@ -16,9 +16,9 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy._checkpoints import directories
 from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from tests.support.patience import HANG_S
@@ -318,13 +318,13 @@ def complete_in(folder: Path) -> int:
 
 def fit_slowly_in_background(folder: Any, count: Callable[[Any], int] = complete_in) -> list[int]:
     """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
-    slow = directories.save_directory
+    write_data = FileSystemWriter.write_data
 
-    def save(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> Any:
         time.sleep(0.2)
-        slow(*arguments)
+        return write_data(*arguments)
 
-    directories.save_directory = save
+    FileSystemWriter.write_data = write_slowly  # type: ignore[method-assign]
     try:
         saver = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
         counts = Counts(lambda: count(folder))
@@ -336,7 +336,7 @@ def fit_slowly_in_background(folder: Any, count: Callable[[Any], int] = complete
             **SHARDED,
         )
     finally:
-        directories.save_directory = slow
+        FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
     return counts.found
 
 
