@@ -64,10 +64,10 @@ MAY_IMPORT = {
     "__main__": {"tools"},
     "tools": {
         "core",
+        "_checkpoints.directory_writer",
         "_checkpoints.files",
         "_checkpoints.foreign",
         "_checkpoints.not_tensors",
-        "_checkpoints.paths",
         "accelerate.launch_config",
         "_replicas",
         "__version__",
