@@ -28,7 +28,6 @@ from .interface import Collectives, Handle, Handles
 from .part_sums import bytes_of, digest_of
 from .process_groups import (
     destroy_group,
-    gloo_group,
     has_gloo,
     host_group,
     is_fake,
@@ -55,7 +54,6 @@ __all__ = [
     "descriptions_if_different",
     "digest_of",
     "first_difference_error",
-    "gloo_group",
     "host_collectives",
     "is_same_on_all_ranks",
     "make_collectives",

@@ -32,13 +32,20 @@ class GlooCollectives(Collectives):
 
     One thread runs everything in order, so the caller's thread (autograd's, during backward) continues; the thread
     mostly waits outside of the GIL.
+
+    Args:
+        runner: has the thread for these, too, if they are of some of its ranks; kept by the owner of these.
     """
 
-    def __init__(self, group: ProcessGroup, rank_check: RankCheck | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, rank_check: RankCheck | None = None, runner: GlooCollectives | None = None
+    ) -> None:
         super().__init__(group, rank_check)
+        self._runner = None if runner is None else weakref.ref(runner)
         self._worker: Worker | None = None
-        self._gloo_references = GlooReferences()  # in the worker's thread
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        # In the worker's thread, which uses scratch memory for one collective at a time.
+        self._gloo_references: GlooReferences = GlooReferences() if runner is None else runner._gloo_references
+        self._scratch: dict[torch.dtype, Tensor] = {} if runner is None else runner._scratch
         self._rings = GlooRings(group, self._scratch, self._gloo_references)
         self._probes: list[Any] = []  # kept, since gloo would wait for a dropped one
 
@@ -89,6 +96,9 @@ class GlooCollectives(Collectives):
         self._scratch.clear()
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
+        runner = None if self._runner is None else self._runner()
+        if runner is not None:
+            return runner._start(what, run)
         if self._worker is None:
             # At the first use, and again after close(), which promises that these may be used afterwards.
             self._worker = Worker()

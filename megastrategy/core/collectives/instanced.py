@@ -13,7 +13,6 @@ All owners of a shard get the same bits from an all-reduce, so their optimizers 
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -23,13 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..layout import Domain
-from .backend import BackendCollectives, WorkHandle, as_real
+from ..layout import Domain, Spans
+from .backend import BackendCollectives, WorkHandle
 from .fake import FakeCollectives
 from .gloo import GlooCollectives
-from .gloo_rings import GlooRings
-from .interface import Collectives, Handle
-from .part_sums import add_parts_
+from .interface import Collectives, Handle, Handles
 from .process_groups import destroy_group, part_of_group
 from .rank_check import CALL_ON_EVERY_RANK
 
@@ -64,9 +61,17 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
     if isinstance(every, FakeCollectives):
         destroy_group(across)  # nothing crosses between instances either
         return FakeCollectives(instance)
-    if isinstance(every, GlooCollectives):
-        return GlooInstanceCollectives(every, instance, across)
-    return BackendInstanceCollectives(every, instance, across)
+    return InstanceCollectives(every, _part(every, instance), _part(every, across))
+
+
+def _part(every: Collectives, group: ProcessGroup) -> Collectives:
+    """Returns collectives over some of the ranks, whose progress and errors are in the numbers of all ranks."""
+    # In the thread of all ranks' gloo, so that a failure in either ends what follows in both: a rank that continued to
+    # a gather would wait for ranks that wait for it in the reduction.
+    part = GlooCollectives(group, runner=every) if isinstance(every, GlooCollectives) else BackendCollectives(group)
+    part.progress = every.progress
+    part.name = every.name
+    return part
 
 
 def destroy_instances(every: Collectives) -> None:
@@ -74,7 +79,7 @@ def destroy_instances(every: Collectives) -> None:
     # The groups end with their model; a group that is left open keeps its sockets until the process ends.
     for made in every.instances.values():
         if isinstance(made, InstanceCollectives):
-            destroy_group(made.across)
+            destroy_group(made.across.group)
         if isinstance(made, InstanceCollectives | FakeCollectives):
             destroy_group(made.group)
     every.instances.clear()
@@ -106,17 +111,27 @@ def _divide(
 class InstanceCollectives(Collectives):
     """Reductions over all ranks, as those of ``every``; gathers, and so ``rank`` and ``size``, are of the instance.
 
+    A reduction has two hops, inside the instance and across instances. On a device they run on a separate stream, which
+    waits for the caller's stream; the host waits for nothing, and the caller's stream only in ``Handle.wait``. Two
+    reductions never overlap, though one may be inside and the other between instances; gathers, and the ranks'
+    agreements, are on communicators of their own. Untested and unmeasured on a device.
+
     Attributes:
+        inside: the ranks of the instance.
         across: the ranks at this rank's place in all instances.
         ranks: the numbers that the instance's ranks have in ``every``.
     """
 
-    def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
-        super().__init__(instance)
+    def __init__(self, every: Collectives, inside: Collectives, across: Collectives) -> None:
+        super().__init__(inside.group)
         # weak, since every.instances has this object
         self._every = weakref.ref(every)
+        self.inside = inside
         self.across = across
+        self.progress = every.progress
         self.ranks: Sequence[int] = range(every.rank - self.rank, every.rank - self.rank + self.size)
+        self._streams: Any = None  # those of a test, instead of the device's
+        self._stream: Any = None
 
     @property
     def every(self) -> Collectives:
@@ -125,9 +140,11 @@ class InstanceCollectives(Collectives):
         assert every is not None, "the owner of this object has it too"
         return every
 
-    def _count(self, what: str) -> None:
-        # Counted with those of all ranks, whose checks compare that count.
-        self.every._count(what)
+    @property
+    def _is_of_all_ranks(self) -> bool:
+        return self.size * self.across.size == self.every.size
+
+    # --- over all ranks ----------------------------------------------------------------------------------------------
 
     @property
     def is_rank_zero(self) -> bool:
@@ -137,151 +154,12 @@ class InstanceCollectives(Collectives):
     def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         self.every.require_all_ranks(what, remedy)
 
-    @property
-    def _is_of_all_ranks(self) -> bool:
-        return self.size * self.across.size() == self.every.size
-
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
-        if self._is_of_all_ranks:
-            return self.every.all_reduce(tensor, scale)
-
-        def run() -> None:
-            if scale != 1.0:
-                tensor.mul_(scale)
-            self._sum_over(self.group, tensor)
-            self._sum_over(self.across, tensor)
-
-        return self._in_order("all-reduce", tensor.device, run)
-
-    def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self.every.all_reduce_max(tensor)
-
-    def broadcast(self, tensor: Tensor) -> Handle:
-        if self._is_of_all_ranks:
-            return self.every.broadcast(tensor)
-
-        def run() -> None:
-            for group in (self.group, self.across):
-                group.broadcast([self._sent(tensor)], dist.BroadcastOptions()).wait()
-
-        return self._in_order("broadcast", tensor.device, run)
-
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        def run() -> None:
-            # The rest of the tensor is undefined from here on: only this part crosses between instances.
-            own = tensor.chunk(self.size)[self.rank]
-            self._scatter_inside(tensor, scale)
-            self._sum_over(self.across, own)
-
-        return self._in_order("reduce-scatter", tensor.device, run)
-
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
-        def run() -> None:
-            total = torch.zeros_like(sums)  # not sums, which has earlier results on all owners
-            add_parts_(total, self._exchange_inside(tensor), scale)
-            self._sum_over(self.across, total)
-            sums.add_(total)
-
-        return self._in_order("reduce-scatter", tensor.device, run)
-
-    def _sum_over(self, group: ProcessGroup, tensor: Tensor) -> None:
-        """``tensor`` becomes its sum over the ranks of ``group``."""
-        # A hop, in one job or stream with the other: no other collective of this rank comes between.
-        if group.size() > 1:
-            group.allreduce([self._sent(tensor)]).wait()
-
-    @abstractmethod
-    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
-        """Runs ``run`` after everything that was started before, without blocking the caller where that is possible."""
-
-    @abstractmethod
-    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
-        """Sums this rank's part of ``tensor``, times ``scale``, over the instance."""
-
-    @abstractmethod
-    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Returns the instance's parts that belong to this rank's part of ``tensor``, by rank."""
-
-
-class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
-    """The rings of :class:`GlooCollectives`, in the thread of ``every``, which runs everything that this rank starts.
-    So they count among the collectives of all ranks: all ranks run the same program."""
-
-    def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
-        super().__init__(every, instance, across)
-        # Shared with the rings of all ranks: one thread runs both, so the scratch memory is never used twice at a time.
-        self._scratch = every._scratch
-        self._gloo_references = every._gloo_references
-        self._rings = GlooRings(instance, self._scratch, self._gloo_references)
-
-    @property
-    def every(self) -> GlooCollectives:
-        every = super().every
-        assert isinstance(every, GlooCollectives)
-        return every
-
-    def _start(self, what: str, run: Callable[[], object]) -> Handle:
-        # One queue, so that a failure in either ends what follows in both: a rank that continued to a gather would wait
-        # for ranks that wait for it in the reduction.
-        return self.every._start(what, run)
-
-    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
-        return self._start(what, run)
-
-    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
-        self._rings.reduce_scatter(tensor, scale)
-
-    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        return self._rings.all_to_all(tensor)
-
-
-class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
-    """The backend's own collectives (NCCL and others). Successive hops run on a separate stream, which waits for the
-    caller's stream; the host waits for nothing, and the caller's stream only in ``Handle.wait``.
-
-    Two reductions never overlap, though one may be inside and the other between instances; gathers, and the ranks'
-    agreements, are on communicators of their own. Tested on the host only, where nothing here is asynchronous; on a
-    device it is untested and unmeasured.
-    """
-
-    def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
-        super().__init__(every, instance, across)
-        self._stream: Any = None
-
-    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
-        # Before it runs: on the host this rank may wait in it while others ask how far it is.
-        self._count(what)
-        # No stream orders the two hops on the host, so they are done before this returns; an error is raised in
-        # wait(), as callers expect.
-        if device.type == "cpu" and self._streams is None:
-            return WorkHandle(what, run_now(run), self.every)
-        streams = self._streams or torch.get_device_module(device)
-        if self._stream is None:
-            self._stream = streams.Stream(device)
-        # The gradients were written on the caller's stream; without this the first hop would read incomplete ones.
-        self._stream.wait_stream(streams.current_stream(device))
-        with streams.stream(self._stream), torch.no_grad():
-            with self.translated_errors(what):
-                run()
-            # An event and not the work's own wait: it also covers what is queued after the collective, the
-            # scaling and the sums.
-            event = streams.Event()
-            event.record(self._stream)
-        # Explicitly: without an argument an event uses the stream of the current device, which need not be the model's.
-        return WorkHandle(what, lambda: event.wait(streams.current_stream(device)), self.every)
-
-    def connect(self, device: torch.device, *, exchanges: bool) -> None:
-        super().connect(device, exchanges=exchanges)
-        with self.translated_errors("connecting"):
-            self._sum_over(self.across, torch.zeros(1, device=device))
-
-    def abort(self) -> None:
-        for group in (self.group, self.across):
-            self._abort_group(group)
-
     def wait_for_device(self, device: torch.device, what: str) -> None:
         # The watchdog of all ranks is used, and started collectives are counted there.
         self.every.wait_for_device(device, what)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self.every.all_reduce_max(tensor)
 
     def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
         return self.every.max_of_bytes(numbers)
@@ -292,18 +170,102 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         by_rank = self.every.all_gather_bytes(data)
         return [by_rank[rank] for rank in self.ranks]
 
-    def _scatter_inside(self, tensor: Tensor, scale: float) -> None:
-        tensor = as_real(tensor)
-        if scale != 1.0:
-            tensor.mul_(scale)
-        own = tensor.chunk(self.size)[self.rank]
-        # wait() blocks this stream, not the host: the second hop is queued behind it.
-        self.group._reduce_scatter_base(own, tensor, dist.ReduceScatterOptions()).wait()
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        if self._is_of_all_ranks:
+            return self.every.all_reduce(tensor, scale)
+        return self._in_order(
+            "all-reduce",
+            tensor.device,
+            lambda: self.inside.all_reduce(tensor, scale),
+            lambda: self.across.all_reduce(tensor, 1.0),
+        )
 
-    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        received = torch.empty_like(tensor)
-        self.group.alltoall_base(as_real(received), as_real(tensor), [], [], dist.AllToAllOptions()).wait()
-        return received.chunk(self.size)
+    def broadcast(self, tensor: Tensor) -> Handle:
+        if self._is_of_all_ranks:
+            return self.every.broadcast(tensor)
+        return self._in_order(
+            "broadcast",
+            tensor.device,
+            lambda: self.inside.broadcast(tensor),
+            lambda: self.across.broadcast(tensor),
+        )
+
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        # The rest of the tensor is undefined after the first hop: only this part crosses between instances.
+        shard = tensor.view(self.size, -1)[self.rank]
+        return self._in_order(
+            "reduce-scatter",
+            tensor.device,
+            lambda: self.inside.reduce_scatter(tensor, scale),
+            lambda: self.across.all_reduce(shard, 1.0),
+        )
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
+        total = torch.zeros_like(sums)  # not sums, which has earlier results on all owners
+        reduced = self._in_order(
+            "reduce-scatter",
+            tensor.device,
+            lambda: self.inside.reduce_scatter_into(total, tensor, scale),
+            lambda: self.across.all_reduce(total, 1.0),
+        )
+
+        def add() -> None:
+            reduced.wait()
+            with torch.no_grad():
+                sums.add_(total)
+
+        return WorkHandle("reduce-scatter", add, self.every)
+
+    def _in_order(
+        self, what: str, device: torch.device, inside: Callable[[], Handle], across: Callable[[], Handle]
+    ) -> Handle:
+        """Starts two hops, the second behind the first, without blocking the caller where that is possible."""
+        if isinstance(self.inside, GlooCollectives):
+            return Handles([inside(), across()])  # jobs of one thread
+
+        def run() -> None:
+            inside().wait()
+            across().wait()
+
+        # No stream orders the two hops on the host, so they are done before this returns; an error is raised in
+        # wait(), as callers expect.
+        if device.type == "cpu" and self._streams is None:
+            return WorkHandle(what, run_now(run), self.every)
+        streams = self._streams or torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = streams.Stream(device)
+        # The gradients were written on the caller's stream; without this the first hop would read incomplete ones.
+        self._stream.wait_stream(streams.current_stream(device))
+        with streams.stream(self._stream), torch.no_grad():
+            run()
+            # An event and not the work's own wait: it also covers what is queued after the collective, the
+            # scaling and the sums.
+            event = streams.Event()
+            event.record(self._stream)
+        # Explicitly: without an argument an event uses the stream of the current device, which need not be the model's.
+        return WorkHandle(what, lambda: event.wait(streams.current_stream(device)), self.every)
+
+    # --- inside the instance -----------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return self.inside.all_gather(tensor)
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        return self.inside.gather_spans(tensor, spans)
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        return self.inside.all_to_all(received, tensor, received_sizes, sizes)
+
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        self.inside.connect(device, exchanges=exchanges)
+        if not isinstance(self.across, GlooCollectives):
+            self.across.all_reduce(torch.zeros(1, device=device), 1.0).wait()
+
+    def abort(self) -> None:
+        self.inside.abort()
+        self.across.abort()
 
 
 def run_now(run: Callable[[], object]) -> Callable[[], object]:

@@ -84,6 +84,7 @@ class Collectives(ABC):
         host: see the property; None for these collectives themselves.
 
     Attributes:
+        name: this rank's, in messages; among all ranks, if these are some of them.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size or by ranks (see :func:`.shard_collectives`).
         second: collectives on a second group of the same ranks (see :func:`.second_collectives`); None if not made.
@@ -100,6 +101,7 @@ class Collectives(ABC):
         if group is not None:
             self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.name = f"rank {self.rank} of {self.size}"
         self.rank_check = rank_check
         self._host = host
         # One count for both: a check compares it with that of other ranks.
@@ -153,14 +155,10 @@ class Collectives(ABC):
         if isinstance(error, MegastrategyError):  # it has a text already; CollectiveError is a RuntimeError, too
             raise error
         raise CollectiveError(
-            f"rank {self.rank} of {self.size}: {what} did not complete. Most often another rank ended with an "
+            f"{self.name}: {what} did not complete. Most often another rank ended with an "
             "error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
             f"ranks. The backend said: {error}"
         ) from error
-
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor as the backend gets it."""
-        return tensor
 
     def _count(self, what: str) -> None:
         """Counts a collective that is started."""
@@ -183,7 +181,7 @@ class Collectives(ABC):
 
     def _give_up(self, what: str, reason: str) -> NoReturn:
         self.abort()
-        raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+        raise CollectiveError(f"{self.name}: {what} was given up: {reason}")
 
     def probe(self, rank: int) -> None:
         """Raises a RuntimeError if the rank's process has ended."""

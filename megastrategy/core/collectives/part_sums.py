@@ -18,33 +18,16 @@ def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
     """Adds ``scale`` times the sum of ``parts`` to ``sums`` (1-D), in its dtype: the parts in order, and then the total
     to the previous value. The same bits on every kind of device. ``parts`` have the numbers of ``sums`` as they were
     sent, and are invalid afterwards."""
-    if devices.is_on_host(sums.device):
-        _add_in_slices_(sums, parts, scale)
-    else:
-        _add_in_whole_(sums, parts, scale)
+    # On a host in slices that stay in its cache.
+    step = _SLICE_NUMEL if devices.is_on_host(sums.device) else max(1, sums.numel())
+    for start in range(0, sums.numel(), step):
+        place = slice(start, start + step)
+        _add_(sums[place], [part[place] for part in parts], scale)
 
 
-def _add_in_slices_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
-    """Adds slices that stay in a host's cache."""
-    for start in range(0, sums.numel(), _SLICE_NUMEL):
-        place = slice(start, start + _SLICE_NUMEL)
-        # Summed separately, then added: the sum over ranks has the same bits whatever sums contains already.
-        total = torch.zeros_like(sums[place])
-        for part in parts:
-            received = part[place]
-            # A power of two times 16 bits is exact, so it is added in one pass.
-            if part.dtype != sums.dtype and _is_power_of_two(scale):
-                total.add_(received, alpha=scale)
-                continue
-            # Widened before it is scaled: a product in 16 bits would lose the precision of the fp32 sum. If dtypes
-            # agree this scales the part itself.
-            addend = received.to(sums.dtype)
-            total.add_(addend if scale == 1.0 else addend.mul_(scale))
-        sums[place].add_(total)
-
-
-def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
-    """Adds in as few operations as give the bits of the slices: one or two per part, and three more."""
+def _add_(sums: Tensor, parts: Sequence[Tensor], scale: float) -> None:
+    """Adds in one or two operations per part, and three more."""
+    # Summed separately, then added: the sum over ranks has the same bits whatever sums contains already.
     total = torch.zeros_like(sums)
     if scale == 1.0 or parts[0].dtype == sums.dtype:
         if scale != 1.0:

@@ -302,19 +302,6 @@ def _gloo_ways(address: str, size: int) -> list[Any]:
     return 2 * chosen if size == 2 and len(chosen) == 1 else chosen
 
 
-def gloo_group(store: Store, place: int, size: int, timeout: timedelta, *, finds_interface: bool) -> ProcessGroup:
-    """Makes a gloo group for the CPU that torch.distributed does not know. Collective over ``store``, which must be
-    empty.
-
-    Args:
-        finds_interface: False to listen where gloo chooses, even if others do not reach that.
-    """
-    # gloo waits for the others' addresses in the store, too, and as long.
-    addresses = PrefixStore("addresses", store)
-    address = address_to_listen_at(addresses, place, size, timeout.total_seconds())
-    return _gloo_by_hand(store, place, size, timeout, _gloo_devices(address if finds_interface else ""), ["cpu"])
-
-
 def _gloo_by_hand(
     store: Store, place: int, size: int, timeout: timedelta, devices: list[Any], kinds: Iterable[str]
 ) -> ProcessGroup:

@@ -109,7 +109,7 @@ def train_on(group: dist.ProcessGroup | None, num_instances: int) -> Tensor:
         made, place = [model.engine.collectives.group], model.engine.collectives.rank
         assert dist.get_process_group_ranks(made[0]) == [0, 1, 2, 3]
         if num_instances == 2:
-            made += [model.engine.shard_collectives.group, model.engine.shard_collectives.across]
+            made += [model.engine.shard_collectives.group, model.engine.shard_collectives.across.group]
             assert dist.get_process_group_ranks(made[1]) == [place - place % 2, place - place % 2 + 1]
             assert dist.get_process_group_ranks(made[2]) == [place % 2, place % 2 + 2]
         assert len(dist.distributed_c10d._world.pg_map) == before + len(made)

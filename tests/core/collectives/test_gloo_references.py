@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import Collectives, GlooCollectives, Handle
 from megastrategy.core.collectives.gloo_references import GlooReferences
+from megastrategy.core.collectives.instanced import InstanceCollectives
 from tests.support.patience import HANG_S
 from tests.support.ranks import run_ranks, with_instances
 
@@ -49,10 +50,11 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
         collectives = with_instances(group, 2)
         assert isinstance(collectives, GlooCollectives)
         instance = collectives.instances[2]
-        assert isinstance(instance, GlooCollectives)
+        assert isinstance(instance, InstanceCollectives)
         references = HeldTensors()
-        for owner in (collectives, collectives._rings, instance, instance._rings):
-            owner._gloo_references = references
+        for owner in (collectives, instance.inside, instance.across):
+            assert isinstance(owner, GlooCollectives)
+            owner._gloo_references = owner._rings._gloo_references = references
         start, num_passed = OPERATIONS[operation]
         start(collectives).wait()
         assert len(references.held) == num_passed

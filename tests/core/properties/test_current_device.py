@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives import BackendCollectives
-from megastrategy.core.collectives.instanced import BackendInstanceCollectives
+from megastrategy.core.collectives import BackendCollectives, Handle, SingleRankCollectives
+from megastrategy.core.collectives.instanced import InstanceCollectives
+from megastrategy.core.collectives.single_rank import Done
 from megastrategy.core.trials.isolation import seed
 from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks
@@ -30,21 +31,19 @@ class _OneDeviceOfTwo(LazyDevice):
         two.Event = OfTwo
 
 
-class _OnStreams(BackendInstanceCollectives):
-    """Two hops that are work of the stream."""
+class _Hop(SingleRankCollectives):
+    """A hop that is work of the stream."""
 
-    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        tensor.mul_(scale or 1.0)
-
-    def _sum_over(self, group: ProcessGroup, tensor: Tensor) -> None:
-        tensor.add_(1.0)
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        tensor.mul_(scale).add_(1.0)
+        return Done()
 
 
 def test_sums_of_instances_are_waited_for_on_the_stream_of_the_models_device() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         device = _OneDeviceOfTwo()
         every = BackendCollectives(group)
-        instance = _OnStreams(every, group, group)
+        instance = InstanceCollectives(every, _Hop(group), _Hop(group))
         instance._streams = device
         tensor = torch.full((2,), torch.nan)
         device.write(tensor, torch.tensor([3.0, 4.0]))
@@ -53,7 +52,7 @@ def test_sums_of_instances_are_waited_for_on_the_stream_of_the_models_device() -
         read = torch.zeros(2)
         device.write(read, tensor)
         device.synchronize()
-        assert read.tolist() == [7.0, 9.0]
+        assert read.tolist() == [8.0, 10.0], "two hops"
 
     run_ranks(1, run)
 
