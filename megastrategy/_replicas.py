@@ -22,6 +22,7 @@ before a batch runs again.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import importlib
@@ -30,8 +31,7 @@ import os
 import socket
 import time
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -44,6 +44,11 @@ from .core import CollectiveError, DistributedDataParallel, ReplicaMismatchError
 from .data import set_epoch
 
 HEARTBEAT_S, SKEW_S, PATIENCE_S = 5.0, 60.0, 600.0
+_CONNECT_S = 3.0
+"""Seconds in which the members of a new group connect: they have heard of it at one time, and all are up. One that is
+killed meanwhile is waited for so long; a shorter time than one needs costs a batch that runs again."""
+_LOST_S = 5.0
+"""Seconds of waiting for a quorum after which the lighthouse is asked whether it runs: torchft waits on without it."""
 _AGAIN_S = 0.1
 """Seconds between two quorums while replicas are missing."""
 _DIGEST_BITS = 52
@@ -62,7 +67,8 @@ class Replicas:
         of: the number of replicas that start together. None: ``NUM_REPLICA_GROUPS`` in the environment.
         slot: this replica's number, from 0; the same when it comes back. None: ``REPLICA_GROUP_ID``.
         lighthouse: the address of torchft's lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
-        minimum: the number of replicas below which nothing is stepped: they wait before the next batch.
+        minimum: the number of replicas below which nothing is stepped: they wait before the next batch. One that comes
+            back counts.
         skew_s: the longest time by which one replica may be later than another. None: ``MEGASTRATEGY_SKEW_S``, or 60.
         patience_s: the seconds for which missing replicas are waited for. None: ``MEGASTRATEGY_PATIENCE_S``, or 600.
         backend: "gloo" or "nccl", between replicas. A process group of NCCL may hang when a replica ends.
@@ -137,10 +143,11 @@ class Replicas:
         if self._model is not None:
             raise ValueError(
                 "these replicas have a model already, and one model is supported: wrap one module that contains them "
-                "all (torch.nn.ModuleDict), and make new Replicas for another training"
+                "all (torch.nn.ModuleDict; frozen ones need no wrapper), and make new Replicas for another training"
             )
         model.set_replica_hook(self)
         self._model = model
+        self._waiter = concurrent.futures.ThreadPoolExecutor(1, "quorum")
         self._device = model.device if self._backend == "nccl" else torch.device("cpu")
         has_ranks = self._ranks is not None or dist.is_initialized()
         rank = dist.get_rank(self._ranks) if has_ranks else 0
@@ -156,16 +163,19 @@ class Replicas:
         if rank != 0:
             self._store = TCPStore(place[0][0], place[0][1], is_master=False, wait_for_workers=False)
         timeout = timedelta(seconds=self._skew_s)
-        self._group = _make_group(self._torchft, self._backend, timeout)
+        # torchft's gloo has one timeout to connect and to sum, and sums may be given another; its NCCL connects later.
+        self._group = _make_group(
+            self._torchft, self._backend, timedelta(seconds=_CONNECT_S) if self._backend == "gloo" else timeout
+        )
         try:
             self._manager = self._torchft.Manager(
                 pg=self._group,
                 load_state_dict=self._receive,
                 state_dict=self._state,
-                min_replica_size=self._minimum,
+                min_replica_size=1,  # it would not count one that comes back, which waits for a vote to get its state
                 use_async_quorum=True,
                 timeout=timeout,
-                quorum_timeout=timedelta(seconds=self._patience_s),
+                quorum_timeout=2 * timeout,  # the lighthouse waits for the skew; a process cannot end before
                 connect_timeout=timedelta(seconds=min(self._skew_s, 10.0)),
                 rank=rank,
                 world_size=self._size,
@@ -243,9 +253,13 @@ class Replicas:
                 window.append(batch)
                 steps = self.step
                 queue = [batch]
+                is_last = getattr(loader, "end_of_dataloader", False)
                 while queue:
                     self.dropped = self.healed = False
-                    yield queue.pop(0)
+                    batch = queue.pop(0)
+                    if is_last:  # a loader of accelerate, which ends a window of microbatches here
+                        loader.end_of_dataloader = not queue  # type: ignore[attr-defined]
+                    yield batch
                     if self.dropped:
                         self.restore()
                         queue = list(window)
@@ -284,6 +298,7 @@ class Replicas:
         """Leaves the other replicas, which go on without waiting. May be called again."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
+            self._waiter.shutdown(wait=False)
             self._group.abort(errored=False)
             self._manager = None
 
@@ -292,7 +307,6 @@ class Replicas:
     def begin(self) -> None:
         if self._is_open or self._manager is None:
             return
-        self._is_open = True
         self._before = self._manager.state_dict()
         self._loop = {"place": (self.epoch, self.batch)}
         self._loop |= {name: copy.deepcopy(get()) for name, (get, _) in self._states.items()}
@@ -301,14 +315,20 @@ class Replicas:
             self._wait_for_others()
 
     def _start_quorum(self) -> None:
+        self._is_open = True
         try:
             self._manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
             raise self._unreachable(error) from error
+        self._quorum = self._waiter.submit(self._manager.wait_quorum)
 
     def _wait_for_quorum(self) -> None:
         try:
-            self._manager.wait_quorum()
+            while not concurrent.futures.wait([self._quorum], _LOST_S).done:
+                if self._refusal() is not None:
+                    self.close()  # ends what still waits, in all ranks
+                    raise RuntimeError("the lighthouse was lost while a quorum was waited for")
+            self._quorum.result()
         except (RuntimeError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
@@ -319,8 +339,7 @@ class Replicas:
         # Only facts of the quorum, which all ranks of this replica have alike: they vote the same number of times.
         while True:
             self._wait_for_quorum()
-            num_there = self._manager.num_participants() if self._has_started else len(self.members)
-            if num_there >= needed or not self._manager.is_participating():
+            if len(self.members) >= needed or not self._manager.is_participating():
                 break
             if time.monotonic() > deadline:
                 raise CollectiveError(
@@ -352,6 +371,9 @@ class Replicas:
         self._meet()
         if is_refused:
             self._manager.report_error(RuntimeError("a rank has refused the gradients"))
+        if len(self.members) < self._minimum and not self._ends:
+            self._manager.report_error(RuntimeError("more replicas are needed"))
+            self._is_together = False
         buffers = self._buffers_of_leader()
         committed = self._vote()
         if committed and self._manager.errored() is None:
@@ -390,12 +412,16 @@ class Replicas:
         # Not Manager.allreduce, whose chain of futures takes 0.3 ms of each bucket's processor time.
         if self._manager.errored() is not None or len(self.members) == 1:
             return
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.SUM)
         try:
-            self._group.allreduce([tensor], options).wait()
+            self._group.allreduce([tensor], self._sum_options()).wait()
         except Exception as error:  # noqa: BLE001 - it is the vote's, as any error in a sum
             self._fail(error)
+
+    def _sum_options(self) -> AllreduceOptions:
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.SUM)
+        options.timeout = timedelta(seconds=self._skew_s)
+        return options
 
     def _fail(self, error: Exception) -> None:
         self._manager.report_error(error)
@@ -417,7 +443,7 @@ class Replicas:
         if self._is_over or any(len({row[column] for row in rows.values()} - {0.0}) > 1 for column in (1, 2)):
             # A replica that leaves now would end the group before others have the table.
             with contextlib.suppress(RuntimeError):  # of one that has left after it: the table is complete here
-                self._group.allreduce([torch.zeros(1, device=self._device)], AllreduceOptions()).wait()
+                self._group.allreduce([torch.zeros(1, device=self._device)], self._sum_options()).wait()
         if rows[self.slot][0] > 1:
             self._fail(RuntimeError("two replicas have one number"))
             raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")
@@ -456,7 +482,6 @@ class Replicas:
         if not committed:  # see [Note: a batch that fails]
             self._manager.load_state_dict(self._before)
             self._group.abort()
-            self._is_together = self._is_together and self._manager.num_participants() >= self._minimum
         self.is_leader = self._manager.participating_rank() == 0
         return committed
 
@@ -508,13 +533,20 @@ class Replicas:
 
     # --- errors ------------------------------------------------------------------------------------------------------
 
-    def _unreachable(self, error: Exception) -> CollectiveError:
+    def _refusal(self) -> OSError | None:
+        """Returns why the lighthouse does not answer; None if it does."""
         address = urllib.parse.urlsplit(self._lighthouse)
         try:
             socket.create_connection((address.hostname or "", address.port or 80), timeout=5.0).close()
-            reason = "It runs, and the others may have gone on without this replica: start it again"
-        except OSError as refused:
-            reason = f"It does not answer ({refused}): start it at this address, and then all replicas"
+        except OSError as error:
+            return error
+        return None
+
+    def _unreachable(self, error: Exception) -> CollectiveError:
+        refusal = self._refusal()
+        reason = "It runs, and the others may have gone on without this replica: start it again"
+        if refusal is not None:
+            reason = f"It does not answer ({refusal}): start it at this address, and then all replicas"
         return CollectiveError(
             f"replica {self.slot}: there is no agreement with other replicas through the lighthouse at "
             f"{self._lighthouse}. {reason}. torchft said: {error}"
@@ -531,23 +563,12 @@ def _make_group(torchft: Any, backend: str, timeout: timedelta) -> Any:
         members: tuple[int, ...] = ()
         is_new = False
 
-        def configure(
-            self,
-            store_addr: str,
-            replica_id: str,
-            rank: int,
-            world_size: int,
-            quorum_id: int | None = None,
-            group_rank: int | None = None,
-            group_world_size: int | None = None,
-            global_ranks: Sequence[int] | None = None,
-        ) -> None:
+        def configure(self, *place: Any) -> None:
             # Before it connects: a connection that fails is the vote's, and all ranks of a replica have these members.
-            self.members = tuple(number // (group_world_size or 1) for number in global_ranks or ())
+            *_, group_world_size, global_ranks = place
+            self.members = tuple(number // group_world_size for number in global_ranks)
             self.is_new = True
-            super().configure(
-                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-            )
+            super().configure(*place)
 
     return Group(timeout=timeout)
 
@@ -560,13 +581,6 @@ def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: flo
         join_timeout_ms=int(1000 * skew_s),
         heartbeat_timeout_ms=int(1000 * heartbeat_s),
     )
-
-
-def has_met(lighthouse: Any) -> bool:
-    """Returns whether any replica has begun to train with this lighthouse."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy
-    with opener.open(f"{lighthouse.address()}/status", timeout=10.0) as page:
-        return b"quorum_id: 0 " not in page.read()
 
 
 def _torchft(name: str) -> Any:

@@ -224,11 +224,6 @@ class FabricStrategy(_Base):
         if wrapper is not None:
             return wrapper
         self._mesh.check_precision(self.precision.precision)
-        if self.replicas is not None and self._models.open():
-            raise ValueError(
-                "MegatronDDPStrategy(replicas=...): a model is set up already, and replicas train one. Set up one "
-                "module that contains them all (torch.nn.ModuleDict); one that is not trained needs no setup"
-            )
         ranks = self._mesh.engine_ranks(module, self.root_device)
         ranks |= {"all_reduce_option": ALL_REDUCE_OPTION, "replicas": self.replicas}
         wrapped = DistributedDataParallel(module, self.config, **ranks)

@@ -163,7 +163,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if known is not None:
             self._models.append(model)
             return self._finish_model(known)
-        self._replicas.check_is_first(bool(PREPARED.wrappers_of(self._models)))
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         # It is not prepared, if it comes again without its wrapper. A traced module has its attributes elsewhere, and

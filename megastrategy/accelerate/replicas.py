@@ -53,14 +53,6 @@ class AcceleratorReplicas:
 
     # --- model and schedules -----------------------------------------------------------------------------------------
 
-    def check_is_first(self, has_model: bool) -> None:
-        """Raises ValueError if a model that trains is prepared already."""
-        if self.replicas is not None and has_model:
-            raise ValueError(
-                f"{_OPTION}: a model is prepared already, and replicas train one. Prepare one "
-                "module that contains them all (torch.nn.ModuleDict); one whose parameters are frozen may be prepared"
-            )
-
     def add_accelerator(self) -> None:
         """Adds the Accelerator's counters and its scaler to the state that a replica takes over."""
         accelerator = self._accelerator()

@@ -213,7 +213,7 @@ def profile_command(script: str, arguments: tuple[str, ...], out: Path, skip: in
 )
 @click.option("--of", type=click.IntRange(min=1), default=2, help="Replicas.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(min=1), default=1, help="Processes of each replica.")
-@click.option("--restarts", type=click.IntRange(min=0), default=100, help="Restarts of each replica.")
+@click.option("--restarts", type=click.IntRange(min=0), default=10, help="Restarts of each replica.")
 @click.option("--heartbeat", "heartbeat_s", default=5.0, help="Seconds of silence that mean that a replica is dead.")
 @click.option("--skew", "skew_s", default=60.0, help="Seconds by which a replica may be later than another.")
 @click.option("--patience", "patience_s", default=600.0, help="Seconds to wait for missing replicas.")

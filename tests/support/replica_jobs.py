@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.replicas.scripts.sizes import BATCH_SIZE, NUM_SAMPLES
+
 from .patience import HANG_S
 
 SCRIPTS = Path(__file__).parents[1] / "replicas" / "scripts"
@@ -38,6 +40,10 @@ class Job:
                 [*command, *map(str, arguments)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         return cls(folder, of, ranks, process)
+
+    @property
+    def samples_per_rank(self) -> int:
+        return NUM_SAMPLES // (self.of * self.ranks)
 
     def journals(self, slot: int, rank: int = 0) -> dict[int, list[dict[str, Any]]]:
         """The complete lines of each process of this place, by its id, the oldest first."""
@@ -70,12 +76,17 @@ class Job:
         places = [(slot, rank) for slot in range(self.of) for rank in range(self.ranks)]
         self.wait_for("batches of all", lambda: all(num_together(*place) >= num_batches for place in places))
 
-    def kill(self, slot: int, rank: int = 0) -> int:
-        """Kills a process; the others of its replica end by themselves."""
-        pid = self.last(slot, rank)[0]
-        self.killed |= {self.last(slot, other)[0] for other in range(self.ranks)}
-        os.kill(pid, signal.SIGKILL)
-        return pid
+    def wait_for_start(self, slot: int) -> None:
+        """Waits until the processes of a replica have begun their journals, which is before their first batch."""
+        self.wait_for("process", lambda: all(self.last(slot, rank)[0] for rank in range(self.ranks)))
+
+    def kill(self, slot: int, *ranks: int) -> None:
+        """Kills these processes, by default the first; the others of their replica end by themselves."""
+        self.wait_for_start(slot)
+        pids = [self.last(slot, rank)[0] for rank in range(self.ranks)]
+        self.killed |= set(pids)
+        for rank in ranks or (0,):
+            os.kill(pids[rank], signal.SIGKILL)
 
     def wait_for_end(self) -> list[dict[str, Any]]:
         """Returns what each process wrote at its end."""
@@ -100,3 +111,20 @@ class Job:
 def longest_pause(lines: Sequence[dict[str, Any]]) -> float:
     """The longest time between two batches, in seconds."""
     return max(line["took"] for line in lines[1:])
+
+
+def check_ends(job: Job, epochs: int, num_microbatches: int = 1) -> None:
+    """All processes have the same weights, and have made all steps."""
+    ends = job.wait_for_end()
+    assert len({end["weights"] for end in ends}) == 1
+    assert {end["steps"] for end in ends} == {epochs * job.samples_per_rank // (BATCH_SIZE * num_microbatches)}
+
+
+def check_survivor(job: Job, slot: int, epochs: int) -> None:
+    """A replica that was never killed has trained all batches of its part, each once in each epoch."""
+    for rank in range(job.ranks):
+        (lines,) = job.journals(slot, rank).values()
+        for epoch in range(epochs):
+            trained = [line for line in lines if line["epoch"] == epoch and not line["dropped"]]
+            numbers = [number for line in trained for number in line["numbers"]]
+            assert len(numbers) == len(set(numbers)) == job.samples_per_rank

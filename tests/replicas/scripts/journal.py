@@ -39,7 +39,6 @@ class Journal:
         self._file = (FOLDER / f"journal-{slot}-{rank}-{os.getpid()}").open("w")
         self._last = time.monotonic()
         self._num_alone = 0
-        self._seen: dict[int, int] = {}
 
     def write(self, replicas: Replicas, step: int, epoch: int, numbers: Tensor) -> None:
         line = {
@@ -62,18 +61,18 @@ class Journal:
         training."""
         missing = set(range(int(os.environ["NUM_REPLICA_GROUPS"]))) - set(members)
         self._num_alone = self._num_alone + 1 if missing else 0
-        if self._num_alone == 1:
-            self._seen = {slot: _num_starts(slot) for slot in missing}
-        deadline = time.monotonic() + 200.0
+        deadline = time.monotonic() + 60.0
         while self._num_alone >= 4 and time.monotonic() < deadline:
-            if all(_num_starts(slot) > self._seen.get(slot, 0) for slot in missing):
-                time.sleep(1.0)
+            if all(map(_runs, missing)):
+                time.sleep(0.5)
                 return
             time.sleep(0.05)
 
 
-def _num_starts(slot: int) -> int:
-    return len(list(FOLDER.glob(f"journal-{slot}-0-*")))
+def _runs(slot: int) -> bool:
+    """Returns whether the process that has begun the last journal of a replica's first rank runs."""
+    last = max(FOLDER.glob(f"journal-{slot}-0-*"), key=lambda path: path.stat().st_ctime_ns)
+    return Path("/proc", last.name.rpartition("-")[2]).exists()
 
 
 def write_end(slot: int, rank: int, module: nn.Module, **entries: Any) -> None:

@@ -1,0 +1,1 @@
+"""Kills processes of replicas at random times."""

@@ -1,0 +1,165 @@
+"""Failures that end no replica, or all: a dropped batch, too few replicas, and a lighthouse that is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
+from megastrategy.errors import CollectiveError, NonFiniteGradError
+from tests.support.processes import run_processes
+from tests.support.replicas import SKEW_S, assert_equal, lighthouse, run_in_replicas
+
+STEPS, FAILING = 6, 3
+LIGHTHOUSE = """
+import sys
+from megastrategy._replicas import start_lighthouse
+server = start_lighthouse("[::]:0", heartbeat_s=1.0, skew_s=60.0)
+print(server.address(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Training:
+    """One rank of one replica, whose batches are of ones."""
+
+    def __init__(
+        self,
+        address: str,
+        slot: int,
+        groups: list[Any],
+        minimum: int = 1,
+        patience_s: float = 240.0,
+        skew_s: float = SKEW_S,
+    ) -> None:
+        self.replicas = Replicas(
+            2,
+            slot,
+            lighthouse=address,
+            process_group=groups[slot],
+            skew_s=skew_s,
+            patience_s=patience_s,
+            minimum=minimum,
+        )
+        torch.manual_seed(0)
+        config = DistributedDataParallelConfig(check_for_nan_in_grad=True, bucket_size=4)
+        self.model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), config, groups[slot], replicas=self.replicas
+        )
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW(self.model.parameters()), self.model)
+
+    def step(self, value: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.full((2, 3), value)).square().mean().backward()
+        self.optimizer.step()
+
+
+def reject_a_gradient(ranks: int, address: str) -> tuple[list[str], list[float], Any]:
+    """Replica 1 rejects a gradient that is not finite in one rank, and goes on."""
+    groups = [dist.new_group(list(range(slot * ranks, (slot + 1) * ranks))) for slot in range(2)]
+    slot = dist.get_rank() // ranks
+    training = Training(address, slot, groups)
+    is_culprit = dist.get_rank() == 2 * ranks - 1
+    messages: list[str] = []
+    seconds = []
+    time.sleep(slot)  # the other one waits for it
+    while training.replicas.step < STEPS:
+        start = time.monotonic()
+        fails = slot == 1 and training.replicas.step == FAILING and not messages
+        try:
+            training.step(float("nan") if fails and is_culprit else 1.0)
+        except NonFiniteGradError as error:
+            messages.append(str(error))
+        seconds.append(time.monotonic() - start)
+    training.replicas.finish()
+    return messages, seconds, [param.detach().clone() for param in training.model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rejected_batch_of_one_replica_keeps_nobody_waiting(ranks: int) -> None:
+    first, second = run_in_replicas(reject_a_gradient, ranks, ranks)
+    for (messages, seconds, weights), (other_messages, other_seconds, other_weights) in zip(first, second, strict=True):
+        assert messages == []
+        assert len(other_messages) == 1
+        assert_equal(weights, other_weights)
+        # Gloo would wait for the skew. The lighthouse takes none of it, since both begin the next batch.
+        assert max(seconds + other_seconds) < SKEW_S / 2
+
+
+def leave_with_a_minimum(address: str) -> list[tuple[int, ...]]:
+    """Replica 1 leaves, and comes back after some seconds."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    slot = dist.get_rank()
+    training = Training(address, slot, groups, minimum=2)
+    members = []
+    while training.replicas.step < STEPS:
+        training.step()
+        if not training.replicas.dropped:
+            members.append(training.replicas.members)
+        if slot == 1 and training.replicas.step == FAILING:
+            training.replicas.close()
+            time.sleep(3.0)
+            training = Training(address, slot, groups, minimum=2)
+    training.replicas.finish()
+    return members
+
+
+def test_fewer_than_the_minimum_make_no_step() -> None:
+    (first,), (second,) = run_in_replicas(leave_with_a_minimum, 1)
+    assert first == [(0, 1)] * STEPS
+    assert set(second) == {(0, 1)}
+
+
+def wait_in_vain(address: str) -> str:
+    training = Training(address, 0, [dist.new_group([0])], patience_s=1.0)
+    with pytest.raises(CollectiveError) as error:
+        training.step()
+    return str(error.value)
+
+
+def test_waiting_for_a_replica_ends_after_patience() -> None:
+    with lighthouse() as address:
+        (message,) = run_processes(1, wait_in_vain, address)
+    assert message.startswith("replica 0: 2 replicas are needed, and after 1 s these are there: [0]")
+
+
+def lose_the_lighthouse(ranks: int) -> tuple[str, float]:
+    groups = [dist.new_group(list(range(slot * ranks, (slot + 1) * ranks))) for slot in range(2)]
+    server = None
+    place: list[Any] = [None]
+    if dist.get_rank() == 0:
+        server = subprocess.Popen(
+            [sys.executable, "-c", LIGHTHOUSE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert server.stdout is not None, "a pipe"
+        place = [server.stdout.readline().strip()]
+    dist.broadcast_object_list(place)
+    training = Training(place[0], dist.get_rank() // ranks, groups, skew_s=5.0)
+    while training.replicas.step < FAILING:
+        training.step()
+    dist.barrier()
+    if server is not None:
+        server.kill()
+        server.wait()
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        while True:
+            training.step()
+    except CollectiveError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_end_by_name_when_the_lighthouse_is_killed(ranks: int) -> None:
+    for rank, (message, seconds) in enumerate(run_processes(2 * ranks, lose_the_lighthouse, ranks)):
+        assert f"replica {rank // ranks}: there is no agreement with other replicas through the lighthouse" in message
+        assert "It does not answer" in message
+        assert seconds < SKEW_S / 2
