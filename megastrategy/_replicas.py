@@ -12,7 +12,7 @@ If they vote no, a rank may have received a state that another rank did not get:
 [Note: the first sum of a group]
 Sums of different sizes end the processes of both sides inside gloo. So the first sum of a new group is a table with a
 row for each replica, with digests of its layout and, before the first step, of its weights. A replica that differs from
-most others ends with an error, before it has sent anything else.
+most of those that have a part in the batch ends with an error, before it has sent anything else.
 
 [Note: the state of the loop]
 Registered states are read before each batch: they are sent to a replica that comes back in this batch, and are restored
@@ -430,11 +430,12 @@ class Replicas:
     def _compare(self) -> None:
         """Compares digests with the other members, and learns whether any of them has ended."""
         assert self._model is not None, "attached"
-        is_new = self.step == 0 and self._manager.is_participating()
+        has_part = self._manager.is_participating()
+        is_new = self.step == 0 and has_part
         layout = _as_number(self._model.layout_digest())
         weights = _as_number(self._model.weights_digest()) if is_new else 0
-        table = torch.zeros(self.of, 4, dtype=torch.float64, device=self._device)
-        table[self.slot] = torch.tensor([1, layout, weights, self._ends], dtype=torch.float64)
+        table = torch.zeros(self.of, 5, dtype=torch.float64, device=self._device)
+        table[self.slot] = torch.tensor([1, layout, weights, self._ends, has_part], dtype=torch.float64)
         self._exchange(table)
         if self._manager.errored() is not None:
             return
@@ -448,17 +449,17 @@ class Replicas:
             self._fail(RuntimeError("two replicas have one number"))
             raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")
         for column, what in ((1, "model, options, or number of ranks"), (2, "weights at the start")):
-            digests = [row[column] for row in rows.values() if row[column]]
-            most = collections.Counter(digests).most_common(1)
+            digests = {row[column] for row in rows.values() if row[column]}
+            right = collections.Counter(row[column] for row in rows.values() if row[4]).most_common(1)
             mine = rows[self.slot][column]
-            if mine and mine != most[0][0]:
+            if mine and mine != right[0][0]:
                 self._fail(RuntimeError("this replica differs"))
                 others = [slot for slot, row in rows.items() if row[column] not in (0, mine)]
                 raise ReplicaMismatchError(
                     f"replica {self.slot} has another {what} than replicas {others}. Build the same in all, with the "
                     "same seed (torch.manual_seed) or the same checkpoint"
                 )
-            if len(set(digests)) > 1:
+            if len(digests) > 1:
                 self._fail(RuntimeError(f"a replica has another {what}, and ends"))
 
     # --- the vote ----------------------------------------------------------------------------------------------------

@@ -38,11 +38,18 @@ def train_on(model: Any, optimizer: Any) -> None:
         step(model, optimizer)
 
 
-def differ_at_first(width: int, seed: int, address: str) -> str:
-    """Replica 1 differs, ends with an error, and comes back with what the other has."""
+def differ(culprit: int, width: int, seed: int, num_steps: int, address: str) -> str:
+    """A replica trains for so many steps with the other, comes back as another one, which ends with an error, and comes
+    back as it was. The other trains all the time, until the culprit ends both."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     message = ""
-    if dist.get_rank() == 1:
+    if dist.get_rank() == culprit:
+        if num_steps:
+            replicas, model, optimizer = make(address, groups)
+            while replicas.step < num_steps:
+                step(model, optimizer)
+            replicas.close()
+            model.close()
         replicas, model, optimizer = make(address, groups, width=width, seed=seed)
         with pytest.raises(ReplicaMismatchError) as error:  # the first batches may be dropped
             train_on(model, optimizer)
@@ -50,17 +57,25 @@ def differ_at_first(width: int, seed: int, address: str) -> str:
         replicas.close()
         model.close()
     replicas, model, optimizer = make(address, groups)
-    while replicas.step < 3:
+    while not replicas.should_stop:
         step(model, optimizer)
+        if dist.get_rank() == culprit and replicas.members == (0, 1) and not replicas.dropped:
+            replicas.stop()
     replicas.finish()
     return message
 
 
-@pytest.mark.parametrize(("width", "seed", "what"), [(5, 0, "another model")])
-def test_a_replica_that_differs_ends_and_the_other_goes_on(width: int, seed: int, what: str) -> None:
-    _, (message,) = run_in_replicas(differ_at_first, 1, width, seed)
-    assert f"replica 1 has {what}" in message
-    assert "than replicas [0]" in message
+@pytest.mark.parametrize(
+    ("culprit", "width", "seed", "num_steps", "what"),
+    [(1, 5, 0, 0, "another model"), (1, 4, 1, 0, "another weights at the start"), (0, 5, 0, 2, "another model")],
+    ids=["model", "weights", "model-on-return"],
+)
+def test_a_replica_that_differs_ends_and_the_other_goes_on(
+    culprit: int, width: int, seed: int, num_steps: int, what: str
+) -> None:
+    message = run_in_replicas(differ, 1, culprit, width, seed, num_steps)[culprit][0]
+    assert f"replica {culprit} has {what}" in message
+    assert f"than replicas [{1 - culprit}]" in message
 
 
 def test_numbers_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
