@@ -341,7 +341,7 @@ class TrainerStrategy(_Base):
         if module is None or not isinstance(wrapped, DistributedDataParallel):
             return
         if module.automatic_optimization:
-            wrapped.engine.reducer.watch(closure_loss)
+            wrapped.engine.backwards.watch(closure_loss)
         else:
             wrapped.watch_backward(closure_loss)
         weigh_announced(closure_loss, [wrapped])
@@ -353,7 +353,7 @@ class TrainerStrategy(_Base):
         wrapped = self.model
         if module is None or module.automatic_optimization or not isinstance(wrapped, DistributedDataParallel):
             return super().training_step(*args, **kwargs)
-        with wrapped.engine.reducer.backwards_inside_forward():
+        with wrapped.engine.backwards.backwards_inside_forward():
             outputs = super().training_step(*args, **kwargs)
         wrapped.leave_buffers_apart()
         return outputs

@@ -355,7 +355,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         before = prepared.require_backward_grad_sync
         prepared.require_backward_grad_sync = True
-        prepared.engine.reducer.prepare_for_backward([])
+        prepared.engine.backwards.prepare_for_backward([])
         try:
             yield
         finally:

@@ -51,7 +51,7 @@ class LossTokens:
             )
         # a wrapped model's forward does this
         engine.require_backward_grad_sync = syncs
-        engine.engine.reducer.before_forward()
+        engine.engine.backwards.before_forward()
         engine.engine.check_params()
         return engine
 

@@ -137,8 +137,8 @@ class DistributedDataParallel(TorchDDPByName):
 
     @property
     def reducer(self) -> Any:  # type: ignore[override] # an attribute of torch DDP
-        """The engine's, where accelerate's ``trigger_sync_in_backward`` and torch's pipelining look for torch's."""
-        return self.engine.reducer
+        """The tracker of backwards, where accelerate and torch's pipelining look for torch's reducer."""
+        return self.engine.backwards
 
     @property
     def config(self) -> DistributedDataParallelConfig:
@@ -172,7 +172,7 @@ class DistributedDataParallel(TorchDDPByName):
             outputs = self._call_module(*args, **kwargs)
         except BaseException as error:
             if training:
-                engine.reducer.forward_failed(error, syncs=self.require_backward_grad_sync)
+                engine.backwards.forward_failed(error, syncs=self.require_backward_grad_sync)
             raise
         finally:
             if splits is not None:
@@ -190,7 +190,7 @@ class DistributedDataParallel(TorchDDPByName):
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, a checkpoint around the whole wrapper recomputes it
             check_not_inside_torch_ddp(self)
-            engine.reducer.before_forward()
+            engine.backwards.before_forward()
             engine.check_params()
             for group in engine.model_parallel.groups:
                 group.before_forward(args, kwargs)
@@ -206,8 +206,8 @@ class DistributedDataParallel(TorchDDPByName):
         sync = self.require_backward_grad_sync
         self.require_forward_param_sync = training and sync
         # A forward that runs the backwards of a batch leaves nothing for a later backward.
-        if training and engine.reducer.batch is None:
-            engine.reducer.after_forward(outputs, syncs=sync)
+        if training and engine.backwards.batch is None:
+            engine.backwards.after_forward(outputs, syncs=sync)
         engine.emit(EventKind.FORWARD_END, int(training))
         return outputs
 
@@ -247,7 +247,7 @@ class DistributedDataParallel(TorchDDPByName):
         For a loss that no forward of this object returned, such as that of one of the module's own methods: its
         backward is synchronised outside of :meth:`no_sync`. Without this call it is not, as under torch DDP.
         """
-        self.engine.reducer.prepare(outputs, syncs=self.require_backward_grad_sync)
+        self.engine.backwards.prepare(outputs, syncs=self.require_backward_grad_sync)
 
     def finish_param_gather(self) -> None:
         """Waits for the parameters that the last step has left in flight, with ``overlap_param_gather=True``.
@@ -405,17 +405,17 @@ def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedData
         if isinstance(num_tokens, Tensor):
             model.engine.collectives.wait_for_device(num_tokens.device, "a collective before weigh_by_tokens")
         num_tokens = read_count(num_tokens)
-        model.engine.reducer.count_losses().announced = num_tokens
+        model.engine.backwards.count_losses().announced = num_tokens
 
 
 def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> None:
     """Weighs the loss by the announced tokens, if any; see ``weigh_by_tokens``."""
-    reducers = [model.engine.reducer for model in models]
-    counts = [count for reducer in reducers if (count := reducer.tokens.pop_announced()) is not None]
+    engines = [model.engine for model in models]
+    counts = [count for engine in engines if (count := engine.reducer.tokens.pop_announced()) is not None]
     if counts and loss.requires_grad:
-        for reducer in reducers:
-            reducer.watch(loss)
-        weigh(loss, counts[0], [reducer.count_losses() for reducer in reducers])
+        for engine in engines:
+            engine.backwards.watch(loss)
+        weigh(loss, counts[0], [engine.backwards.count_losses() for engine in engines])
 
 
 def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> Tensor:

@@ -64,7 +64,7 @@ class StagedBackwards:
         self._engine = weakref.ref(engine)
         self._group = weakref.ref(group)
         self._first_stages = first_stages
-        self._batch = engine.reducer.batch = DeferredBatch(_WHY_NOT_COUNTED)
+        self._batch = engine.backwards.batch = DeferredBatch(_WHY_NOT_COUNTED)
         self._state = _State.NONE
         self._num_steps = 0  # when the gradients became ready
         self._are_left = False  # gradients of an earlier batch were ready when the forward began
@@ -80,7 +80,7 @@ class StagedBackwards:
         """Begins the gradients of a batch, before a forward that trains. Raises StageError if gradients are to
         accumulate over several batches."""
         engine = self._present
-        if not engine.reducer.would_sync:
+        if not engine.backwards.would_sync:
             raise self._accumulates("it was called under no_sync()")
         self._are_left |= self._state is _State.READY
         self._made = []

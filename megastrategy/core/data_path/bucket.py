@@ -350,6 +350,10 @@ class Bucket:
         self.state = State.REDUCED
         emit(self._listener, EventKind.REDUCE_END, self.plan.index, work.ran_ns)
 
+    def missing_flags(self) -> bytes:
+        """Returns a byte for each place: whether it requires a gradient and got none since the last reduction."""
+        return bytes(map(self.missing.__contains__, range(len(self.params))))
+
     def find_late(self) -> None:
         """Adds the parameters with a late gradient to those that are used."""
         late = map(operator.is_not, map(get_grad, self.params), _none)

@@ -29,6 +29,7 @@ from ..errors import MegastrategyError, raise_closed
 from ..events import EventKind, Listener, emit
 from ..layout import BufferLayout, Domain, Owners, build_layout, describe_setup, find_weight_chunks
 from ..module import (
+    GradHooks,
     ModuleWatch,
     agree_on_layout,
     check_memory_is_own,
@@ -44,11 +45,11 @@ from ..module import (
     param_spec,
 )
 from ..trials import KnownFindings
+from .backward_tracker import BackwardTracker, DeferredBatch
 from .bucket import State, get_grad, set_grads
 from .gather import Gather
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .norms import norms_over_owners, total_grad_norm, zero_norms
-from .preparation import DeferredBatch
 from .reduced_grad import ReducedGrad
 from .reducer import Reducer
 
@@ -132,24 +133,32 @@ class Engine:
         ranks_of = functools.partial(shard_collectives, self.collectives, device=self.device)
         decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be collected
         self._declared = declare_main_grads(self.module)
+        hooks = GradHooks(self.params)
         try:
             self.reducer = Reducer(
                 layout,
                 self.params,
+                hooks,
                 self.local_parts,
                 self.model_parallel,
                 config,
                 self.collectives,
                 ranks_of,
                 self.device,
-                lambda decision: (decide := decides()) is not None and decide(decision),
                 listener,
                 all_reduce_option,
-                weakref.ref(self),
             )
         except ValueError:
             withdraw_main_grads(self._declared)
             raise
+        self.backwards = BackwardTracker(
+            self.reducer,
+            hooks,
+            self.collectives.size,
+            lambda decision: (decide := decides()) is not None and decide(decision),
+            listener,
+            weakref.ref(self),
+        )
         self.gather = Gather(config.overlap_param_gather, ranks_of, listener)
         if layout.num_shards > 1:
             for domain in layout.domains:
@@ -308,7 +317,7 @@ class Engine:
         self._add_params(joined)
         self.model_parallel.broadcast_common(joined, joins=True)
         self._broadcast(joined)
-        self.reducer.extend(self.layout.extended_by(layout))
+        self.backwards.extend(self.layout.extended_by(layout))
         self.emit(EventKind.LAYOUT_EXTENDED, first)
 
     def _plan(self) -> tuple[BufferLayout, list[Parameter]]:
@@ -358,14 +367,14 @@ class Engine:
         if any(group.takes_zero_grad() for group in self.model_parallel.groups):
             return
         if set_to_none:
-            self.reducer.clear(params)
+            self.backwards.clear(params)
         else:
-            self.reducer.zero(params)
+            self.backwards.zero(params)
 
     def finish_grad_sync(self) -> None:
         """Reduces gradients that have accumulated without a reduction. Collective if there are any."""
         self.check_open()
-        self.reducer.finish_local()
+        self.backwards.finish_local()
 
     def finish_grads(self) -> None:
         """Reduces the remaining gradients, and adopts those that user code wrote into ``.grad``; before any use of
@@ -468,19 +477,19 @@ class Engine:
 
     def begin_batch(self, batch: DeferredBatch) -> None:
         """Drops all gradients, and begins a batch: its reductions are waited for in :meth:`finish_batch`."""
-        self.reducer.begin_batch(batch)
+        self.backwards.begin_batch(batch)
 
     def prepare_backward(self, outputs: Any, *, is_last: bool, has_loss: bool) -> None:
         """Prepares a backward of the batch that starts from ``outputs``; see ``StagedBackwards.before_backward``."""
         self.reducer.tokens.has_loss = has_loss
-        self.reducer.prepare(outputs, syncs=is_last)
+        self.backwards.prepare(outputs, syncs=is_last)
 
     def finish_batch(self, batch: DeferredBatch) -> MegastrategyError | None:
         """Ends the batch, and waits for its reductions. Collective over the data-parallel ranks.
 
         Returns the error with which they reject the gradients, if they do.
         """
-        return self.reducer.finish_batch(batch)
+        return self.backwards.finish_batch(batch)
 
     def drop_grads(self) -> None:
         """Drops all gradients."""
@@ -559,7 +568,7 @@ class Engine:
             self.gather.finish()
         finally:
             self.gather.remove_hooks()
-            self.reducer.close(keeps_grads=self.wrapper() is None)
+            self.backwards.close(keeps_grads=self.wrapper() is None)
             withdraw_main_grads(self._declared)
             memory = self.reducer.memory
             if memory is not None and memory.weights is not None:

@@ -2,7 +2,7 @@
 
 from .equal_weights import check_equal_weights
 from .grad_accumulators import GradAccumulators
-from .grad_hooks import is_wrapped
+from .grad_hooks import GradHooks, is_wrapped
 from .graph_splits import GraphSplits
 from .local_parts import CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
 from .meta_modules import materialise, replace_meta
@@ -33,6 +33,7 @@ __all__ = [
     "NOT_IN_BUFFER",
     "CutParam",
     "GradAccumulators",
+    "GradHooks",
     "GraphSplits",
     "GroupState",
     "LocalParts",

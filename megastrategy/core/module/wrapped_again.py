@@ -14,14 +14,14 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from .grad_hooks import reducers_of
+from .grad_hooks import owners_of
 
 
 def close_other_engines(params: Iterable[Parameter]) -> None:
     """Closes the engines that have any of these parameters."""
     for param in params:
-        for reducer in reducers_of(param):
-            engine = reducer.engine()
-            assert engine is not None, "it has the reducer"
+        for owner in owners_of(param):
+            engine = owner.engine()
+            assert engine is not None, "it has the owner"
             wrapper: Any = engine.wrapper()
             (engine if wrapper is None else wrapper).close()

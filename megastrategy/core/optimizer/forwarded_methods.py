@@ -122,7 +122,7 @@ def _change_mode(optimizer: ShardedOptimizer, name: str, call: Callable[[], Any]
     # A rank that calls this without the others would wait for weights that they never send.
     engine.collectives.require_all_ranks(f"{name} of a sharded {type(optimizer.inner).__name__}")
     if any(spec.has_main_param for spec in engine.layout.params):
-        engine.reducer.make_plan()
+        engine.backwards.make_plan()
     with torch.no_grad(), optimizer.state_in_place():
         result = call()
     if engine.reducer.memory is not None:

@@ -50,7 +50,7 @@ def load_rank_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise LayoutMismatchError(
             "the state is of another model, other options or another number of ranks: build the same in all replicas"
         )
-    engine.reducer.make_plan()
+    engine.backwards.make_plan()
     for part, weights in zip(_complete_weights(engine), state["weights"], strict=True):
         part.data.copy_(weights)
     for buffer, values in zip(engine.watch.buffers(), state["buffers"], strict=True):

@@ -323,11 +323,11 @@ class ShardedOptimizer:
             return
         self.engine.check_open()
         reducer = self.engine.reducer
-        reducer.recover()
+        self.engine.backwards.recover()
         if self.has_runs:
             if self.engine.local_parts.has_parts:
                 self._add_up_sums()
-            reducer.make_plan()
+            self.engine.backwards.make_plan()
             for bucket in () if reducer.is_settled else reducer.buckets:
                 if bucket.has_written():
                     bucket.adopt_local()
@@ -494,7 +494,7 @@ class ShardedOptimizer:
         """Puts the tensors that have state into the groups while this is open: runs, or the Parameters before there is
         a plan and a state."""
         if self.pending:
-            self.engine.reducer.make_plan()
+            self.engine.backwards.make_plan()
         if self.engine.reducer.memory is None:
             try:
                 with self.calls_allowed():
