@@ -53,7 +53,8 @@ class FiniteCheck:
     """
 
     def __init__(self, rank: str, before_read: Callable[[torch.device], object] = lambda _: None) -> None:
-        self.rank, self._before_read = rank, before_read
+        self.rank = rank
+        self._before_read = before_read
         self._found: list[NonFinite] = []
         self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
 
@@ -62,7 +63,8 @@ class FiniteCheck:
         # One check of the whole bucket; its parameters are checked one by one only if it fails.
         if devices.is_on_host(tensor.device) and is_finite(tensor):
             return
-        place, slots = layout.buckets[bucket], layout.slots
+        place = layout.buckets[bucket]
+        slots = layout.slots
         self.check_grads(
             {i: tensor[slots[i].start - place.start : slots[i].end - place.start] for i in place.params}, layout
         )
@@ -102,7 +104,8 @@ class FiniteCheck:
         self._unread.clear()
 
     def _note(self, param: int, layout: BufferLayout, count: int | None) -> None:
-        spec, bucket = layout.params[param], layout.slots[param].bucket
+        spec = layout.params[param]
+        bucket = layout.slots[param].bucket
         self._found.append(NonFinite(self.rank, spec.name, bucket, count, spec.numel))
 
 

@@ -110,18 +110,22 @@ class ParamBuffers:
         return any(flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.nbytes for flat in self.flats)
 
     def _move_in(self, index: int) -> None:
-        part, view = self._parts[index], self._view(index)
+        part = self._parts[index]
+        view = self._view(index)
         view.copy_(part.detach())
         part.data = view
         self._addresses[index] = part.data_ptr()
 
     def _view(self, index: int) -> Tensor:
         """Returns the parameter's place in the flat buffer."""
-        spec, slot = self.layout.params[index], self.layout.slots[index]
+        spec = self.layout.params[index]
+        slot = self.layout.slots[index]
         flat = self.flats[slot.buffer]
-        if (chunk := spec.chunk) is None:
+        chunk = spec.chunk
+        if chunk is None:
             return slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
-        start, known = slot.start - chunk.start, self._chunks.get(chunk.name)
+        start = slot.start - chunk.start
+        known = self._chunks.get(chunk.name)
         if known is None:
             known = self._chunks[chunk.name] = slice_storage(flat, start, chunk.numel)
         return _in_chunk(flat, known, chunk, spec.shape)

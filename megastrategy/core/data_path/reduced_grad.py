@@ -81,12 +81,14 @@ class ReducedGrad(Tensor):
         )
         # Its address is null: code that asks for it in C++ (to_dlpack, extensions) would read random memory, or crash.
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.pending, made.represented = pending, represented
+        made.pending = pending
+        made.represented = represented
         return made
 
     def take_pending(self) -> Tensor | None:
         """Returns the gradient that autograd has added, and forgets it."""
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         return pending
 
     @classmethod
@@ -137,7 +139,8 @@ class ReducedGrad(Tensor):
 
     def error(self, what: str) -> ReducedGradError:
         """Returns the error for an operation ``what`` that needs elements."""
-        name, option = self.represented.spec.name, self.represented.all_reduce_option
+        name = self.represented.spec.name
+        option = self.represented.all_reduce_option
         if "norm" in what or "clamp" in what:
             way_out = (
                 "To clip: Lightning's gradient_clip_val or self.clip_gradients, fabric.clip_gradients, "

@@ -296,7 +296,8 @@ def weigh(loss: Tensor, count: float, windows: Sequence[TokenWindow]) -> None:
 
 def _keep_zeros(loss: Tensor) -> None:
     """Makes gradients of a loss that is multiplied by zero zeros instead of NaN, for a mean over no elements."""
-    nodes, seen = [loss.grad_fn], set[Any]()
+    nodes = [loss.grad_fn]
+    seen = set[Any]()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen and not hasattr(node, "variable"):
