@@ -1,6 +1,7 @@
 """Megatron-LM's data parallelism as a drop-in strategy for PyTorch Lightning, and for plain torch loops.
 
-``import megastrategy`` makes ``Trainer(strategy="megatron_ddp")`` known, and imports torch but no framework.
+``import megastrategy`` makes ``Trainer(strategy="megatron_ddp")`` known. It imports neither torch nor a framework: a
+name brings its module when it is first used.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import megastrategy_autoload
 
-from .core import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-
 if TYPE_CHECKING:
+    from . import core as core
+    from . import data as data
+    from . import errors as errors
+    from . import events as events
     from ._param_groups import no_decay_groups
     from ._replicas import Replicas
+    from .core import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
     from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop
     from .pipeline import Pipeline
     from .tools.plan.partitions import plan
@@ -36,30 +40,27 @@ __all__ = [
     "plan",
 ]
 
+_MODULES = {
+    "DistributedDataParallel": "core",
+    "DistributedDataParallelConfig": "core",
+    "DistributedOptimizer": "core",
+    "GradScaler": "core",
+    "Pipeline": "pipeline",
+    "Replicas": "_replicas",
+    "no_decay_groups": "_param_groups",
+    "plan": "tools.plan.partitions",
+}
 
-def __getattr__(name: str) -> Any:
-    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"):
-        return getattr(_trainer_door(name), name)
-    if name == "data":
-        return importlib.import_module(".data", __name__)
-    if name == "no_decay_groups":
-        from ._param_groups import no_decay_groups
+if not TYPE_CHECKING:  # a checker would take every name for one that is there
 
-        return no_decay_groups
-    if name == "Pipeline":
-        from .pipeline import Pipeline
-
-        return Pipeline
-    if name == "Replicas":
-        from ._replicas import Replicas
-
-        return Replicas
-    if name == "plan":
-        # A tool, imported only when it is used.
-        from .tools.plan.partitions import plan
-
-        return plan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"):
+            return getattr(_trainer_door(name), name)
+        if name in _MODULES:
+            return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        if name in ("core", "data", "errors", "events"):
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _trainer_door(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from .commands import root
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich"):
+        if error.name != "click":
             raise
-        sys.exit(f"megastrategy: the command needs {error.name}: pip install 'megastrategy[cli]'")
+        sys.exit("megastrategy: the command needs click: pip install 'megastrategy[cli]'")
     root()

@@ -1,4 +1,7 @@
-"""The ``megastrategy`` command."""
+"""The ``megastrategy`` command.
+
+A command imports what it does when it runs: ``--help``, and the completion of a shell, do not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,10 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import click
+from click.core import ParameterSource
 
 from .. import __version__
-from ..accelerate.launch_config import LaunchConfigError
-from ..core import CheckpointError
-from .bottlenecks import verdicts
-from .checkpoint_parts import read_file
 from .click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, Group, is_module_option
-from .contents import inspect_checkpoint
-from .conversion import check_target, consolidate, convert, default_file
-from .launching import launch
-from .param_names import names_from, names_from_module, names_in_file
-from .plan.command import plan_command
-from .profile_report import draw, has_steps, tables, why_nothing
-from .profiling import run_script
-from .rendering import render, show
-from .replicas import ReplicasError, run_replicas
 
 P = ParamSpec("P")
 
@@ -49,6 +40,10 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
+        from ..accelerate.launch_config import LaunchConfigError
+        from ..core import CheckpointError
+        from .replicas import ReplicasError
+
         try:
             command(*args, **options)
         except (CheckpointError, ReplicasError) as error:
@@ -60,7 +55,8 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
             raise _UnlaunchableError(str(error)) from error
         except ModuleNotFoundError as error:
             # a module that the user's own code lacks is an error of that code, with its traceback
-            extra = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas"}.get(error.name or "")
+            extras = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas", "rich": "cli"}
+            extra = extras.get(error.name or "")
             if extra is None:
                 raise
             raise click.ClickException(f"this needs {error.name}: pip install 'megastrategy[{extra}]'") from error
@@ -93,6 +89,9 @@ def checkpoint() -> None:
 @_expected_failures
 def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
     """Show the contents of the file or directory PATH, and which strategies load it. Reads no tensor's data."""
+    from .contents import inspect_checkpoint
+    from .rendering import render, show
+
     show(*render(inspect_checkpoint(path, trust), None if everything else depth))
 
 
@@ -107,6 +106,8 @@ def consolidate_command(directory: Path, out: Path | None, force: bool, trust: b
 
     OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. The directory is read into memory.
     """
+    from .conversion import consolidate, default_file
+
     file = default_file(directory) if out is None else out
     consolidate(directory, file, force=force, trust=trust)
     click.echo(file)
@@ -135,6 +136,10 @@ def convert_command(
       --names   {"optimizer_0": [["first.weight", ...], ...]}, by optimizer and group
     or from the file, if the optimizer was made from named_parameters(). They are never guessed.
     """
+    from .checkpoint_parts import read_file
+    from .conversion import check_target, convert
+    from .param_names import names_from, names_from_module, names_in_file
+
     if spec and names:
         raise click.UsageError("--module and --names both give the names: choose one")
     check_target(directory, force)  # before any work
@@ -166,6 +171,8 @@ def launch_command(arguments: tuple[str, ...]) -> None:
     \b
         accelerate launch --help
     """
+    from .launching import launch
+
     launch(arguments)
 
 
@@ -191,6 +198,11 @@ def profile_command(script: str, arguments: tuple[str, ...], out: Path, skip: in
     sooner, and loses nothing once the steps are recorded. The last line names the bottleneck: its input, its own work,
     the link, or a rank that is late. The folder then has timeline.png, and the events of each rank.
     """
+    from .bottlenecks import verdicts
+    from .profile_report import draw, has_steps, tables, why_nothing
+    from .profiling import run_script
+    from .rendering import show
+
     _check_script(script, options["is_module"])
     done = run_script(script, arguments, out, skip=skip, **options)
     # also of a script that failed later: its record may show why
@@ -236,6 +248,8 @@ def replicas_command(
     again, and takes the state of the others, until one of them has come to the end. Needs torchft: the extra
     megastrategy[replicas].
     """
+    from .replicas import run_replicas
+
     _check_script(script, is_module)
     if not 1.0 <= heartbeat_s <= skew_s <= patience_s:
         raise click.UsageError("expected --heartbeat of at least 1, then --skew and --patience, each not shorter")
@@ -254,7 +268,77 @@ def replicas_command(
         raise click.ClickException(f"{script} was interrupted") from error
 
 
-root.add_command(plan_command)
+@root.command(
+    "plan",
+    cls=Command,
+    example="megastrategy plan --ranks 8,64 --device-memory 24GiB train.py --epochs 3",
+    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
+)
+@click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
+@click.option("--device-memory", "memory", default="80GiB", help="Of one device, with its unit.")
+@click.option("--values", "computes", is_flag=True, help="Compute the step, and do not only look at its shapes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@is_module_option
+@click.option("--cards", help="Cut SCRIPT, a module:layers, for these: 3090:2,2080ti:1, or mine=24GB@35.6TFLOPS:2.")
+@click.option("--batch", help="With --cards: a microbatch, or a function that returns one, as module:name.")
+@click.option("--microbatches", type=click.IntRange(min=1), default=4, help="With --cards: of a step.")
+@click.option("--objective", type=click.Choice(["time", "waste"]), default="time", help="With --cards: least of what.")
+@click.option("--schedule", type=click.Choice(["1f1b", "gpipe"]), default="1f1b", help="With --cards.")
+@click.option("--slack", type=float, default=0.0, help="With --cards: the part of each card's memory that stays free.")
+@click.option(
+    "--frozen", metavar="FIRST-LAST,...", help="With --cards: layers that are not trained.  [default: as they are]"
+)
+@click.option("--split", metavar="N-N-...", help="With --cards: what this cut takes, on the cards in this order.")
+@click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def plan_command(
+    context: click.Context, /, script: str, arguments: tuple[str, ...], cards: str | None, **options: Any
+) -> None:
+    """Say whether SCRIPT fits, on each number of ranks: its first step is run here, without devices and peers.
+
+    Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp", or
+    -m megastrategy.launch SCRIPT for Accelerate. It is ended when its second step begins; what it writes until then is
+    written. Large tensors have shapes and no values, so a model larger than this machine can be planned.
+
+    With --cards, say how SCRIPT, a module:name of a list of layers, is best cut for cards that differ.
+    """
+    _check_given(context, cuts=cards is not None)
+
+    from .plan.command import plan_partitions, plan_ranks
+    from .plan.scripts import PlanError
+
+    try:
+        if cards is not None:
+            plan_partitions(script, cards, **options)
+        else:
+            plan_ranks(script, arguments, **options)
+    except PlanError as error:
+        raise click.ClickException(str(error)) from error
+
+
+_OF_RANKS = ("ranks", "memory", "computes", "is_module", "arguments")
+_OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "together")
+
+
+def _check_given(context: click.Context, *, cuts: bool) -> None:
+    """Raises for options of the other question, and for options after the script."""
+    spelled = {param.name: param.opts[0] for param in context.command.params}
+    for name in _OF_RANKS if cuts else _OF_CARDS:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
+            name_of_option = "arguments after module:layers" if name == "arguments" else spelled[name]
+            raise click.UsageError(f"--cards takes no {name_of_option}" if cuts else f"{name_of_option} needs --cards")
+    options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
+    script = context.params["script"]
+    arguments = context.params["arguments"]
+    for argument in arguments if arguments[:1] != ("--",) else ():
+        option = argument.partition("=")[0]
+        if option in options:
+            raise click.UsageError(
+                f"{option} after {script} is an argument of the script: type {context.command_path} {option} ... "
+                f"{script} for the plan, or {context.command_path} {script} -- {' '.join(arguments)} for the script"
+            )
 
 
 def _check_script(script: str, is_module: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -56,15 +57,35 @@ def test_the_console_script_is_there_and_its_dependencies_are_an_extra() -> None
     assert {"click", "rich"} <= tested
 
 
-@pytest.mark.parametrize("missing", ["click", "rich"])
-def test_without_the_extra_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def hide(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = [name for name in sys.modules if name == missing or name.startswith(f"{missing}.")]
     for name in [*hidden, "megastrategy.tools.commands", "megastrategy.tools.rendering"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Hides(missing), *sys.meta_path])
+
+
+def test_without_click_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("click", monkeypatch)
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == f"megastrategy: the command needs {missing}: pip install 'megastrategy[cli]'"
+    assert ended.value.code == "megastrategy: the command needs click: pip install 'megastrategy[cli]'"
+
+
+def test_without_rich_a_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("rich", monkeypatch)
+    result = CliRunner().invoke(root, ["checkpoint", "inspect", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr == "Error: this needs rich: pip install 'megastrategy[cli]'\n"
+
+
+def test_help_imports_no_torch() -> None:
+    """Nor what a command needs to run: a shell's completion asks for it, too."""
+    code = (
+        "import sys; from megastrategy.tools.commands import root; root(['--help'], standalone_mode=False); "
+        "print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'rich', 'lightning')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n"), done.stdout
 
 
 class Hides:

@@ -1,4 +1,4 @@
-"""The ``megastrategy plan`` command."""
+"""What the ``megastrategy plan`` command does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from torch import Tensor, nn
 
-from ..click_commands import ARGUMENTS_ARE_THE_SCRIPTS, Command, is_module_option
 from ..rendering import show
 from .cards import parse_cards
 from .layers import first_line
@@ -27,76 +25,7 @@ from .report import memory_json, memory_tables, partition_table
 from .scripts import PlanError, measure_script
 
 
-@click.command(
-    "plan",
-    cls=Command,
-    example="megastrategy plan --ranks 8,64 --device-memory 24GiB train.py --epochs 3",
-    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
-)
-@click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
-@click.option("--device-memory", "memory", default="80GiB", help="Of one device, with its unit.")
-@click.option("--values", "computes", is_flag=True, help="Compute the step, and do not only look at its shapes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@is_module_option
-@click.option("--cards", help="Cut SCRIPT, a module:layers, for these: 3090:2,2080ti:1, or mine=24GB@35.6TFLOPS:2.")
-@click.option("--batch", help="With --cards: a microbatch, or a function that returns one, as module:name.")
-@click.option("--microbatches", type=click.IntRange(min=1), default=4, help="With --cards: of a step.")
-@click.option("--objective", type=click.Choice(["time", "waste"]), default="time", help="With --cards: least of what.")
-@click.option("--schedule", type=click.Choice(["1f1b", "gpipe"]), default="1f1b", help="With --cards.")
-@click.option("--slack", type=float, default=0.0, help="With --cards: the part of each card's memory that stays free.")
-@click.option(
-    "--frozen", metavar="FIRST-LAST,...", help="With --cards: layers that are not trained.  [default: as they are]"
-)
-@click.option("--split", metavar="N-N-...", help="With --cards: what this cut takes, on the cards in this order.")
-@click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def plan_command(
-    context: click.Context, /, script: str, arguments: tuple[str, ...], cards: str | None, **options: Any
-) -> None:
-    """Say whether SCRIPT fits, on each number of ranks: its first step is run here, without devices and peers.
-
-    Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp", or
-    -m megastrategy.launch SCRIPT for Accelerate. It is ended when its second step begins; what it writes until then is
-    written. Large tensors have shapes and no values, so a model larger than this machine can be planned.
-
-    With --cards, say how SCRIPT, a module:name of a list of layers, is best cut for cards that differ.
-    """
-    _check_given(context, cuts=cards is not None)
-    try:
-        if cards is not None:
-            _plan_partitions(script, cards, **options)
-        else:
-            _plan_ranks(script, arguments, **options)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from error
-
-
-_OF_RANKS = ("ranks", "memory", "computes", "is_module", "arguments")
-_OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "together")
-
-
-def _check_given(context: click.Context, *, cuts: bool) -> None:
-    """Raises for options of the other question, and for options after the script."""
-    spelled = {param.name: param.opts[0] for param in context.command.params}
-    for name in _OF_RANKS if cuts else _OF_CARDS:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
-            name_of_option = "arguments after module:layers" if name == "arguments" else spelled[name]
-            raise click.UsageError(f"--cards takes no {name_of_option}" if cuts else f"{name_of_option} needs --cards")
-    options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
-    script = context.params["script"]
-    arguments = context.params["arguments"]
-    for argument in arguments if arguments[:1] != ("--",) else ():
-        option = argument.partition("=")[0]
-        if option in options:
-            raise click.UsageError(
-                f"{option} after {script} is an argument of the script: type {context.command_path} {option} ... "
-                f"{script} for the plan, or {context.command_path} {script} -- {' '.join(arguments)} for the script"
-            )
-
-
-def _plan_ranks(
+def plan_ranks(
     script: str,
     arguments: tuple[str, ...],
     *,
@@ -123,7 +52,7 @@ def _plan_ranks(
         show(*memory_tables(steps, device_bytes))
 
 
-def _plan_partitions(
+def plan_partitions(
     spec: str,
     cards: str,
     *,
