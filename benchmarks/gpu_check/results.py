@@ -58,8 +58,9 @@ def _failed(line: dict[str, Any], letter: str) -> bool:
 
 def figures(lines: Lines) -> str:
     """The lines of section S, as a table."""
-    rows = ["| model | ranks and weights | engine | ms a step | to torch DDP | tokens/s | held GiB | table GiB |"]
-    rows.append("|---|---|---|---|---|---|---|---|")
+    columns = ["model", "ranks and weights", "engine", "ms a step", "ratio in paired rounds", "tokens/s"]
+    columns += ["held GiB", "table GiB"]
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, about in _ENGINES.items():
         for model, short in _MODELS.items():
             prefix = f"S.{model}.{case}."

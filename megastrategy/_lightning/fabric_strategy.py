@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -60,7 +60,7 @@ from ..data import check_order, follow_epochs, sampler_of, samplers_of
 from .checkpoint_io import MAIN_PARAMS_KEY
 from .launchers import refuse_notebook
 from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, read_options
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, StrategyOptions, read_options
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -128,7 +128,7 @@ class FabricStrategy(_Base):
         expert_parallel_size: int = 1,
         parallelize_fn: Callable[[Any, DeviceMesh], Module] | None = None,
         replicas: Replicas | None = None,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
         self.tensor_parallel_size = tensor_parallel_size

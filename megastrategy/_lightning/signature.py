@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from torch.nn import Module
 
@@ -15,17 +15,26 @@ from megastrategy_autoload import DOORS
 
 from .._checkpoints.directories import StateDictType
 from .._replicas import Replicas
-from ..core import DistributedDataParallelConfig, config_from_arguments
+from ..core import ConfigOptions, DistributedDataParallelConfig, config_from_arguments
 
 _Class = TypeVar("_Class", bound=type)
 
-_TORCH_DDP_ARGUMENTS = [
-    Parameter("bucket_cap_mb", Parameter.KEYWORD_ONLY, default=None, annotation=float | None),
-    Parameter("gradient_as_bucket_view", Parameter.KEYWORD_ONLY, default=True, annotation=bool),
-    Parameter("ddp_comm_hook", Parameter.KEYWORD_ONLY, default=None, annotation=Callable[..., Any] | None),
-    Parameter("ddp_comm_wrapper", Parameter.KEYWORD_ONLY, default=None, annotation=Callable[..., Any] | None),
-]
-"""Arguments of torch DDP that are understood and are no fields of the config."""
+_TORCH_DDP_ARGUMENTS = {
+    "bucket_cap_mb": None,
+    "gradient_as_bucket_view": True,
+    "ddp_comm_hook": None,
+    "ddp_comm_wrapper": None,
+}
+"""Arguments of torch DDP that are understood and are no fields of the config, with their defaults."""
+
+
+class StrategyOptions(ConfigOptions, total=False):
+    """The config's fields and those arguments of torch DDP, for type checkers."""
+
+    bucket_cap_mb: float | None
+    gradient_as_bucket_view: bool
+    ddp_comm_hook: Callable[..., Any] | None
+    ddp_comm_wrapper: Callable[..., Any] | None
 
 
 ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(use_distributed_optimizer=False)'
@@ -69,11 +78,11 @@ def strategy_class(cls: _Class) -> _Class:
     return cls
 
 
-def read_options(strategy: object, options: dict[str, Any]) -> DistributedDataParallelConfig:
+def read_options(strategy: object, options: StrategyOptions) -> DistributedDataParallelConfig:
     """Makes the configuration out of a strategy's options."""
     # of a user's subclass those of ours
     ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
-    return config_from_arguments(options, list(inspect.signature(ours).parameters))
+    return config_from_arguments(cast(dict[str, Any], options), list(inspect.signature(ours).parameters))
 
 
 def _signature(cls: type, initialise: Any) -> Signature:
@@ -94,12 +103,13 @@ def _signature(cls: type, initialise: Any) -> Signature:
         for item in inspect.signature(initialise).parameters.values()
         if item.kind is not Parameter.VAR_KEYWORD
     ]
-    field_types = get_type_hints(DistributedDataParallelConfig)
-    fields = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field_types[field.name])
-        for field in dataclasses.fields(DistributedDataParallelConfig)
+    option_types = get_type_hints(StrategyOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=option_types[name])
+        for name, default in {**defaults, **_TORCH_DDP_ARGUMENTS}.items()
     ]
-    return Signature([*parameters, *fields, *_TORCH_DDP_ARGUMENTS], return_annotation=None)
+    return Signature([*parameters, *options], return_annotation=None)
 
 
 def _describe(strategy: Any, package: str) -> str:

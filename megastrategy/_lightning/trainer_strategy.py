@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -65,7 +65,7 @@ from .meshes import (
 from .precision import EnginePrecision, add_engine_clipping, remove_engine_clipping
 from .schedulers import with_users_optimizers
 from .signals import SignalAgreement
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, SAVE_ON_ALL_RANKS, read_options
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, SAVE_ON_ALL_RANKS, StrategyOptions, read_options
 from .trainer_checkpoints import add_main_params, check_directory_io, load_optimizer_states, take_tensors, unmapped
 from .trainer_replicas import TrainerReplicas
 
@@ -138,7 +138,7 @@ class TrainerStrategy(_Base):
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         replicas: Replicas | None = None,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self.state_dict_type = check_state_dict_type(state_dict_type)
         self.tensor_parallel_size = tensor_parallel_size

@@ -22,7 +22,13 @@ from .collectives import (
     private_group,
     subgroup,
 )
-from .config import DistributedDataParallelConfig, check_expert_options, field_names, refuses_unknown_options
+from .config import (
+    ConfigOptions,
+    DistributedDataParallelConfig,
+    check_expert_options,
+    field_names,
+    refuses_unknown_options,
+)
 from .data_path import DeferredBatch, Engine, ReplicaHook, norms_over_owners, scale_to_norm_, total_grad_norm
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
@@ -64,6 +70,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "Collectives",
+    "ConfigOptions",
     "DeferredBatch",
     "Directory",
     "DistributedDataParallel",

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 _T = TypeVar("_T")
 
@@ -224,6 +224,26 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_wire_dtype": (None, "bf16", "fp16"),
 }
 """The values of fields that are no switches."""
+
+
+class ConfigOptions(TypedDict, total=False):
+    """The fields of :class:`DistributedDataParallelConfig` as keyword arguments, for type checkers and editors."""
+
+    bucket_size: int | None
+    grad_reduce_in_fp32: bool
+    overlap_grad_reduce: bool
+    use_distributed_optimizer: bool
+    num_distributed_optimizer_instances: int
+    overlap_param_gather: bool
+    reduce_scatter_with_fp32_accumulation: bool
+    grad_wire_dtype: Literal["bf16", "fp16"] | None
+    offload_optimizer_states: bool
+    use_contiguous_buffers: bool
+    grad_buffer: Literal["contiguous", "pooled"]
+    broadcast_buffers: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    check_for_nan_in_grad: bool
 
 
 def _check_values(config: DistributedDataParallelConfig) -> None:
