@@ -26,7 +26,7 @@ class Reasons:
 
     Attributes:
         rank: its name in error messages.
-        options: lr, weight_decay and momentum of its last step.
+        options: lr, weight_decay, momentum and betas of its last step.
         failure: the exception of its forward or backward, as text; None for none.
         counting: which of its losses were counted by tokens; None for none yet.
     """
@@ -123,9 +123,9 @@ _FAILED = (
     "goes on with its next batch, catch this error and do the same"
 )
 _OPTIONS = (
-    "the ranks have stepped with different options. lr, weight_decay and momentum by group, where the optimizer has "
-    "them: {}. Each rank steps its shard with its own. Change options alike on all ranks: a schedule that follows a "
-    "metric (ReduceLROnPlateau) needs the same metric everywhere (self.log(..., sync_dist=True), or an all-reduce)"
+    "the ranks have stepped with different options. lr, weight_decay, momentum and betas by group, where the optimizer "
+    "has them: {}. Each rank steps its shard with its own. Change options alike on all ranks: a schedule that follows "
+    "a metric (ReduceLROnPlateau) needs the same metric everywhere (self.log(..., sync_dist=True), or an all-reduce)"
 )
 
 

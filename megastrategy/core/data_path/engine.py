@@ -35,6 +35,7 @@ from ..module import (
     check_memory_is_own,
     check_module,
     check_no_experts,
+    check_no_renormed_rows,
     close_other_engines,
     common_device,
     find_groups,
@@ -349,6 +350,7 @@ class Engine:
             close_other_engines(params)
             if layout.num_shards > 1:  # otherwise parameters do not move, and shared memory stays shared
                 check_memory_is_own(self.module, params, self.local_parts, self.all_reduce_option)
+                check_no_renormed_rows(self.module, params, self.all_reduce_option)
             sent = named_buffers(self.module, self._ignored) if is_first else {}
             layout = agree_on_layout(layout, self.config, self.collectives, sent)
             for group in self.model_parallel.groups:

@@ -89,6 +89,26 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
         )
 
 
+def check_no_renormed_rows(module: nn.Module, params: Sequence[Parameter], all_reduce_option: str) -> None:
+    """Raises ValueError for an embedding whose forward writes rows of a weight among ``params``, on this rank only.
+
+    ``all_reduce_option`` is the remedy in the message.
+    """
+    joining = {id(param) for param in params}
+    for name, child in module.named_modules():
+        if (
+            isinstance(child, nn.Embedding | nn.EmbeddingBag)
+            and id(child.weight) in joining
+            and child.max_norm is not None
+        ):
+            raise ValueError(
+                f"the embedding {name!r} has max_norm={child.max_norm}: its forward writes the rows that this rank "
+                "looks up, and a shard keeps its owner's. Leave max_norm out, and call "
+                f"torch.renorm(weight, {child.norm_type}, 0, {child.max_norm}) on all ranks after each step; or pass "
+                f"{all_reduce_option}: ranks then keep their own rows, as under torch DDP"
+            )
+
+
 NOT_IN_BUFFER = (
     "where other processes may read it (share_memory(), or the module was passed to a process): parameters of a "
     "sharded optimizer move into a buffer, and readers would see old values. Give other processes a copy of the module"

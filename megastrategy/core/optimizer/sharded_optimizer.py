@@ -32,6 +32,8 @@ from .runs import MainParams, Run, flat, group_members, main_params_of, make_run
 from .step_calls import Arguments, has_user_hooks, innermost_call, with_closure
 from .step_memory import bring_back, copy_kept_grads
 
+COMPARED_OPTIONS = ("lr", "weight_decay", "momentum", "betas")
+"""The options that ranks compare after a step: schedules change them."""
 _Reduced: TypeAlias = tuple[list[Tensor | None], int, list[Tensor]]
 """The ``.grad`` of all parameters, the update of the groups, and the reduced gradients that belong to both. The list
 itself is kept: a later one may have its address."""
@@ -164,8 +166,8 @@ class ShardedOptimizer:
 
     def step_options(self) -> list[float]:
         """Returns the numbers with which the optimizer steps and which schedules change, in the order of its groups."""
-        options = (group.get(name) for group in self.inner.param_groups for name in ("lr", "weight_decay", "momentum"))
-        return [float(option) for option in options if isinstance(option, int | float)]  # a tensor may be on a device
+        options = [group.get(name) for group in self.inner.param_groups for name in COMPARED_OPTIONS]
+        return [number for option in options for number in _numbers(option)]
 
     # --- trials of new options ----------------------------------------------------------------------------------------
 
@@ -785,3 +787,12 @@ class ShardedOptimizer:
         self.engine.include_trainable()
         self._check_owners_agree()
         self.prepare()
+
+
+def _numbers(option: Any) -> list[float]:
+    """Returns the numbers of an option. A tensor on an accelerator has none: reading it would wait for the device."""
+    if isinstance(option, Tensor):
+        return [float(option)] if option.device.type == "cpu" and option.numel() == 1 else []
+    if isinstance(option, tuple | list):
+        return [number for entry in option for number in _numbers(entry)]
+    return [float(option)] if isinstance(option, int | float) else []

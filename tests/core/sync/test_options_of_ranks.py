@@ -41,6 +41,24 @@ def test_rank_local_rate_raises(options: dict[str, Any], size: int) -> None:
     run_ranks(size, run)
 
 
+@pytest.mark.parametrize(
+    ("option", "by_rank"),
+    [("betas", [(0.9, 0.99), (0.9, 0.95)]), ("lr", [torch.tensor(0.25), torch.tensor(0.125)])],
+    ids=["betas", "rate-as-a-tensor"],
+)
+def test_rank_local_option_raises(option: str, by_rank: list[Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.25), model)
+        optimizer.param_groups[0][option] = by_rank[rank]
+        model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(LayoutMismatchError, match="stepped with different options"):
+            model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()
+
+    run_ranks(2, run)
+
+
 def test_option_that_is_nan_on_all_ranks_is_no_difference() -> None:
     """Each NaN has a hash of its own."""
 
