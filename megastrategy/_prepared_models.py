@@ -91,6 +91,8 @@ class PreparedModels(Generic[Model]):
         A second one would have a separate state, and both would step the same weights. One whose model is closed or
         gone, as in the next attempt after an error, is connected to the new model, with its state. Collective then.
         """
+        if isinstance(optimizer, DistributedOptimizer):  # the .optimizer of what prepare or setup has returned
+            optimizer = optimizer.optimizer
         for known, owner in self.optimizers():
             if known.optimizer is optimizer and owner is model:
                 return known

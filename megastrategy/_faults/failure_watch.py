@@ -7,6 +7,7 @@ a rank that waits for long reads it there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import time
@@ -57,7 +58,9 @@ class FailureWatch:
         ends = store_of(f"exception/{self._ended}/ended")
         totals = {name: collectives.progress.num_started for name, collectives in self._groups.items()}
         end = pickle.dumps((torch.distributed.get_rank(), run, totals))
-        ends.set(f"{ends.add('num', 1) - 1}", end)  # type: ignore[arg-type]  # takes bytes
+        # Rank 0's process has the store. It may have ended, after a complete run, before this rank gets here.
+        with contextlib.suppress(torch.distributed.DistNetworkError):
+            ends.set(f"{ends.add('num', 1) - 1}", end)  # type: ignore[arg-type]  # takes bytes
 
     def _why_in_vain(self, group: str, what: str, number: int) -> str:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""

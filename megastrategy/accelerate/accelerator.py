@@ -214,7 +214,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if isinstance(optimizer.optimizer, DistributedOptimizer):  # its model may be gone, after an error
                 models = PREPARED.owners(optimizer, "prepare")
                 if len(models) == 1:
-                    PREPARED.shard(optimizer.optimizer.optimizer, models[0], _log.info)
+                    PREPARED.shard(optimizer.optimizer, models[0], _log.info)
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
         models = PREPARED.owners(optimizer, "prepare")
@@ -223,8 +223,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer, device_placement)
         if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(optimizer, DistributedOptimizer):  # the .optimizer of one that another Accelerator has prepared
-            optimizer = optimizer.optimizer
         # not placed: the engine has placed its state, and a round trip of the state would be a collective
         sharded = PREPARED.shard(optimizer, models[0], _log.info)
         return super().prepare_optimizer(sharded, device_placement=False)

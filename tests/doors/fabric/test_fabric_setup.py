@@ -46,6 +46,20 @@ def test_model_and_optimizer_set_up_apart(ranks: Ranks, options: dict[str, Any])
     assert_like_ddp(ranks, set_up_apart, options)
 
 
+def second_attempt(name: str, strategy_options: dict[str, Any]) -> Loop:
+    """As in the next attempt after an error: with the optimizer inside of the one that setup returned."""
+    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    Trainee(fabric, net, model, optimizer).train(2)
+    del model
+    return Trainee(fabric, net, *fabric.setup(net, optimizer.optimizer)).train(3)
+
+
+@both_modes
+def test_second_attempt_uses_the_first_ones_optimizer(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, second_attempt, options)
+
+
 def set_up_before_its_model(name: str, strategy_options: dict[str, Any], precision: Any = "32-true") -> Loop:
     fabric, net = make_fabric(name, strategy_options, precision=precision), AwkwardNet()
     optimizer = fabric.setup_optimizers(sgd(net.parameters()))

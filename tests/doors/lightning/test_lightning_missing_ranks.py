@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -96,6 +97,31 @@ def test_fit_ending_early_on_a_rank_is_named(ranks: Ranks, stops: bool, num_step
     assert f"rank 0 has ended its fit after {num_steps} steps, and this rank goes on" in waited
     assert "should_stop" in waited
     assert "drop_last" in waited
+
+
+class OutlivesTheStore(pl.Callback):
+    """Rank 1 tears its run down after the process of rank 0, which has the key-value store, has ended."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        while trainer.global_rank == 1:
+            try:
+                store.num_keys()
+            except torch.distributed.DistNetworkError:
+                return
+
+
+def fit_and_exit() -> int:
+    trainer = make_trainer(make_strategy("megatron_ddp"), max_epochs=1, callbacks=[OutlivesTheStore()])
+    trainer.fit(StopsEarly(stops=False), DataLoader(torch.ones(32, 8), batch_size=4))
+    if trainer.global_rank == 0:
+        os._exit(0)
+    return trainer.global_step
+
+
+def test_fit_ends_well_after_rank_0_has_exited(ranks: Ranks) -> None:
+    _, num_steps = ranks.outcomes(fit_and_exit)
+    assert num_steps == 4
 
 
 def test_fit_ending_early_leaves_no_rank_waiting(ranks: Ranks) -> None:
