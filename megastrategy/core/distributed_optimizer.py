@@ -47,13 +47,13 @@ from .optimizer import (
     ShardedOptimizer,
     check_optimizer,
     forwarding_members,
+    full_state,
     has_others,
     join_norm,
     load_with_hooks,
     not_shardable,
     save_with_hooks,
     split_closure,
-    state,
     take_back,
     unguarded_state,
 )
@@ -419,7 +419,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with impl.calls_allowed():
             return with_device(
                 save_with_hooks(
-                    impl.inner, self, lambda: whole_state(impl, lambda: self._gather(STATE, state.full_state))
+                    impl.inner, self, lambda: whole_state(impl, lambda: self._gather(STATE, full_state.full_state))
                 )
             )
 
@@ -455,7 +455,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def load(saved: dict[str, Any]) -> None:
             saved = saved if is_complete else self._completed(saved)
-            state.load_full_state(impl, parts_of_state(impl, saved))
+            full_state.load_full_state(impl, parts_of_state(impl, saved))
 
         with impl.calls_allowed():
             load_with_hooks(impl.inner, self, state_dict, load)
@@ -486,7 +486,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_plain = self._given_back() is not None
 
         def gather() -> dict[str, Tensor] | None:
-            return dict(impl.last_main_params) if is_plain else self._gather(MAIN_PARAMS, state.full_main_params)
+            return dict(impl.last_main_params) if is_plain else self._gather(MAIN_PARAMS, full_state.full_main_params)
 
         return whole_main_params(impl, gather)
 
@@ -508,7 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._given_back() is not None:
             impl.last_main_params |= parts
         else:
-            state.load_main_params(impl, parts)
+            full_state.load_main_params(impl, parts)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Returns this rank's part of the state by parameter name.

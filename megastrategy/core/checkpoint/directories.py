@@ -20,8 +20,8 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..layout import ParamSpec, dense_stride
 from ..module import CutParam
-from ..optimizer import MAIN_PARAM, LocalState, Parts, ShardedOptimizer, state
-from ..states import FlatShard, as_saved, groups_as_saved, per_element_keys
+from ..optimizer import MAIN_PARAM, ShardedOptimizer, full_state, state
+from ..states import FlatShard, LocalState, Parts, as_saved, groups_as_saved, per_element_keys
 from .directory_reader import OpenDirectory
 from .remote_directory import Directory
 
@@ -211,7 +211,7 @@ class _Targets:
         name_in_model = optimizer.engine.model_parallel.name_in_model
         optimizer.frozen_main_params = {
             name: _shaped(main_params.pop(name_in_model(name))).float()
-            for name in state.frozen_params(optimizer)
+            for name in full_state.frozen_params(optimizer)
             if name_in_model(name) in main_params
         }
         local: LocalState = {}
@@ -230,7 +230,7 @@ class _Targets:
             if self.names[id(param)] not in self._indices
         }
         optimizer.prepare()
-        state.load_groups(optimizer, groups, without_runs, {})
+        full_state.load_groups(optimizer, groups, without_runs, {})
         state.put_beside_main_params(optimizer, local)
 
 

@@ -1,12 +1,13 @@
 """Joins the optimizer state of tensor ranks' parts to that of full parameters.
 
 Each tensor rank has the state of its own parts on the first of its data-parallel ranks, gathered by
-:mod:`~..optimizer.state`. The parts of each cut parameter are joined on the first tensor rank, one tensor at a time.
-So a file is the same as without tensor parallelism. Loading cuts the state again.
+:mod:`~..optimizer.full_state`. The parts of each cut parameter are joined on the first tensor rank, some parameters at
+a time. So a file is the same as without tensor parallelism. Loading cuts the state again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..module import CutParam
+from ..states import gather_states
 
 
 def join_parts(
@@ -30,7 +32,7 @@ def join_parts(
     Raises:
         CheckpointError: on all tensor ranks, if their values do not match.
     """
-    entries = sorted(
+    entries: list[tuple[Any, str, tuple[int, ...], str]] = sorted(
         (key, name, tuple(value.shape), str(value.dtype))
         for key in values.keys() & cut.keys()
         for name, value in values[key].items()
@@ -46,24 +48,19 @@ def join_parts(
                 f"tensor ranks 0 and {rank} keep other state of the same parameters, so that it cannot be joined: "
                 f"{len(entries_by_rank[0])} and {len(of_rank)} tensors. Step the optimizer on all ranks, or on none"
             )
+    # By rank, too: its parts of one parameter are sent in rounds of their own.
+    sent = {
+        (key, ranks.rank): {name: values[key][name].detach().contiguous() for _, name, _, _ in of_key}
+        for key, of_key in itertools.groupby(entries, lambda entry: entry[0])
+    }
+    parts_by_key: dict[Any, list[tuple[int, dict[str, Tensor]]]] = {}
     joined: dict[Any, Any] = {
         key: dict(values_of_key) if key in cut else values_of_key for key, values_of_key in values.items()
     }
-    for number, (key, name, _, _) in enumerate(entries):
-        part = joined[key][name]
-        shapes = [of_rank[number][2] for of_rank in entries_by_rank]
-        joined[key][name] = _join(part.detach().cpu().contiguous(), shapes, cut[key].dim, ranks.host)
+    for (key, rank), parts in gather_states(sent, ranks.host, torch.device("cpu")):
+        parts_by_key.setdefault(key, []).append((rank, parts))
+        if len(parts_by_key[key]) == ranks.size:
+            in_order = [of_rank for _, of_rank in sorted(parts_by_key.pop(key), key=lambda pair: pair[0])]
+            for name in in_order[0]:
+                joined[key][name] = torch.cat([of_rank[name] for of_rank in in_order], cut[key].dim)
     return joined if ranks.is_rank_zero else None
-
-
-def _join(part: Tensor, shapes: list[tuple[int, ...]], dim: int, hosts: Collectives) -> Tensor:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    is_first = hosts.is_rank_zero
-    coming = [0, *sizes[1:]] if is_first else [0] * len(sizes)
-    received = part.new_empty(sum(coming))
-    sent = part.new_empty(0) if is_first else part.flatten()
-    hosts.all_to_all(received, sent, coming, [sent.numel(), *[0] * (len(sizes) - 1)]).wait()
-    if not is_first:
-        return part
-    parts = received.split(coming)
-    return torch.cat([part, *(parts[rank].view(shapes[rank]) for rank in range(1, len(shapes)))], dim)

@@ -8,7 +8,7 @@ from .nested_optimizers import take_back
 from .optimizer_checks import check_optimizer, not_shardable
 from .rank_state import get_rank_state, layout_digest, load_rank_state, weights_digest
 from .sharded_optimizer import ShardedOptimizer
-from .state import MAIN_PARAM, LocalState, Parts
+from .state import MAIN_PARAM
 from .state_hooks import load_with_hooks, save_with_hooks
 from .step_calls import has_others, may_see_shards, split_closure
 
@@ -16,8 +16,6 @@ __all__ = [
     "MAIN_PARAM",
     "GradScaler",
     "GuardedState",
-    "LocalState",
-    "Parts",
     "ShardedOptimizer",
     "adapt_scaler",
     "check_optimizer",

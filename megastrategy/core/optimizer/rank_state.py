@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..errors import LayoutMismatchError
 from ..module import option_rows
+from ..states import LocalState, Parts
 from .runs import flat
 from .sharded_optimizer import ShardedOptimizer
-from .state import LocalState, Parts, join, local_state, put_local
+from .state import join, local_state, put_local
 
 if TYPE_CHECKING:
     from ..data_path import Engine

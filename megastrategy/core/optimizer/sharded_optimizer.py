@@ -23,11 +23,11 @@ from ..data_path import Bucket, Engine
 from ..errors import CollectiveError, DirectUseError, LayoutMismatchError, OptimizerNotShardableError
 from ..events import EventKind
 from ..layout import BufferLayout, Owners, Spans
+from ..states import LocalState, redistribute
 from ..trials import Findings, LaterTrials
-from . import state
+from . import full_state, state
 from .extra_params import ExtraParams
 from .optimizer_checks import check_main_params, not_shardable
-from .redistribute import redistribute
 from .runs import MainParams, Run, flat, group_members, main_params_of, make_runs, make_unsharded_runs
 from .step_calls import Arguments, has_user_hooks, innermost_call, with_closure
 from .step_memory import bring_back, copy_kept_grads
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self.has_runs = not engine.steps_params_themselves
         self.runs: list[Run] = []
         self.has_made_runs = False
-        self.pending: state.LocalState = {}
+        self.pending: LocalState = {}
         self.pending_layout: BufferLayout | None = None
         self.has_state = False
         self.loaded: set[int] = set()
@@ -760,7 +760,7 @@ class ShardedOptimizer:
     def give_back(self, *, keep_hooks: bool = False) -> None:
         """Makes the optimizer a plain one, with all of its state on every rank. Collective if it is sharded."""
         if self.has_runs:
-            state.give_back(self)
+            full_state.give_back(self)
             self.is_given_back = True
             self.runs = []
             self.engine.release_groups()

@@ -2,7 +2,8 @@
 
 from .flat_shard import FlatShard
 from .host_copies import copy_to_host, to_host
-from .pickled_states import entries_of_rank_zero, gather_states, gather_states_everywhere
+from .mover import LocalState, Parts, redistribute, redistribute_state
+from .pickled_states import entries_of_rank_zero, gather_states
 from .saved_state import (
     MAIN_PARAMS,
     STATE,
@@ -18,15 +19,18 @@ __all__ = [
     "MAIN_PARAMS",
     "STATE",
     "FlatShard",
+    "LocalState",
+    "Parts",
     "as_saved",
     "copied",
     "copy_to_host",
     "entries_of_rank_zero",
     "gather_states",
-    "gather_states_everywhere",
     "groups_as_saved",
     "number_params",
     "per_element_keys",
+    "redistribute",
+    "redistribute_state",
     "state_by_number",
     "to_host",
 ]

@@ -1,4 +1,4 @@
-"""Sends state that may be any object from its owners to rank 0, or from rank 0 to the others, pickled.
+"""Sends state that may be any object from its owners to the ranks that need it, pickled.
 
 The state of a parameter that is stepped whole may be factors of a matrix, lists, states quantised in blocks, objects.
 So it is sent as ``torch.save`` would write it, a few parameters at a time.
@@ -7,6 +7,7 @@ So it is sent as ``torch.save`` would write it, a few parameters at a time.
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..collectives import Collectives, bytes_of
+from .mover import redistribute
 
 _ROUND_BYTES = 2**26
 """An owner sends at least that much in a round, if it has that much, or one parameter's state."""
 
-States = list[tuple[Any, Mapping[str, Any]]]
+States = list[tuple[Any, Any]]
 """The states of parameters, each with a sortable key of its parameter."""
 
 
@@ -43,33 +45,34 @@ def unpacked(data: Any) -> States:
 
 
 def gather_states(
-    by_param: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on rank 0, by parameter, and nothing on other ranks. Collective over the owners.
+    by_param: Mapping[Any, Any], ranks: Collectives, device: torch.device, receives: Sequence[bool] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Yields every rank's states by parameter, in host memory, on ranks that receive them. Collective.
 
-    ``by_param``: by parameter (index or name). ``device``: of the tensors that ``collectives`` send.
+    Args:
+        by_param: this rank's states, by parameter (index or name).
+        device: of the tensors that ``ranks`` send.
+        receives: by rank; None for rank 0 only.
     """
+    receives = [rank == 0 for rank in range(ranks.size)] if receives is None else receives
     rounds = _rounds(by_param)
     while True:
         data = next(rounds, bytearray())
-        sizes = [
-            int.from_bytes(size, "little") for size in collectives.all_gather_bytes(len(data).to_bytes(8, "little"))
-        ]
+        sizes = [int.from_bytes(size, "little") for size in ranks.all_gather_bytes(len(data).to_bytes(8, "little"))]
         if not any(sizes):
             return
-        is_first = collectives.rank == 0
-        if is_first and data:
-            yield from unpacked(data)
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        sent = torch.frombuffer(data, dtype=torch.uint8).to(device) if data and not is_first else nothing
-        coming = [0, *sizes[1:]] if is_first else [0] * len(sizes)
-        received = nothing.new_empty(sum(coming))
-        collectives.all_to_all(received, sent, coming, [sent.numel(), *[0] * (len(sizes) - 1)]).wait()
-        if is_first:
-            collectives.wait_for_device(device, "all-to-all")
-            for part in received.cpu().split(coming):
-                if part.numel():
-                    yield from unpacked(bytes_of(part))
+        starts = list(itertools.accumulate(sizes, initial=0))
+        ranges = [(start, end) for start, end in itertools.pairwise(starts) if start < end]
+        held = [[(start, end)] if start < end else [] for start, end in itertools.pairwise(starts)]
+        wanted = [ranges if is_receiver else [] for is_receiver in receives]
+        first = starts[ranks.rank]
+        sent = torch.frombuffer(data or bytearray(1), dtype=torch.uint8)
+
+        def read(start: int, end: int, sent: Tensor = sent, first: int = first) -> Tensor:
+            return sent[start - first : end - first]
+
+        for received in redistribute(read, held, wanted, ranks, torch.uint8, device, onto_host=True):
+            yield from unpacked(bytes_of(received))
 
 
 def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[Any]], ranks: Collectives) -> Any:
@@ -80,29 +83,10 @@ def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[An
     lacks_some = [not keys and bool(every[0]) for keys in every]
     if not any(lacks_some):
         return saved
-    found: list[tuple[Any, Any]] = []
-    rounds = _rounds(dict(enumerate(saved.values())) if ranks.is_rank_zero else {})
-    while True:
-        data = next(rounds, bytearray())
-        size = int.from_bytes(ranks.all_gather_bytes(len(data).to_bytes(8, "little"))[0], "little")
-        if not size:
-            break
-        sent = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
-        ranks.host.broadcast(sent).wait()
-        if lacks_some[ranks.rank]:
-            found += unpacked(bytes_of(sent))
+    sent = dict(enumerate(saved.values())) if ranks.is_rank_zero else {}
+    received = dict(gather_states(sent, ranks.host, torch.device("cpu"), lacks_some))
     keys = list(every[0])
-    return {keys[place]: value for place, value in found} if lacks_some[ranks.rank] else saved
-
-
-def gather_states_everywhere(
-    by_param: Mapping[Any, Mapping[str, Any]], collectives: Collectives
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yields every owner's states on every rank; see :func:`gather_states`. Collective, between hosts."""
-    rounds = _rounds(by_param)
-    while any(parts := collectives.all_gather_bytes(bytes(next(rounds, b"")))):
-        for data in filter(None, parts):
-            yield from unpacked(data)
+    return {keys[place]: value for place, value in received.items()} if lacks_some[ranks.rank] else saved
 
 
 def _rounds(by_param: Mapping[Any, Any]) -> Iterator[bytearray]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import GlooCollectives, Handle
-from megastrategy.core.optimizer import redistribute
+from megastrategy.core.states import mover
 from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.ranks import run_ranks
 from tests.support.thread_mode import ThreadMode
@@ -146,7 +146,7 @@ def test_saving_costs_one_round_beyond_what_is_returned(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On every rank: what is sent or received in a round. What is returned is rank 0's alone."""
-    monkeypatch.setattr(redistribute, "ROUND_NUMEL", ROUND_NUMEL)
+    monkeypatch.setattr(mover, "ROUND_NUMEL", ROUND_NUMEL)
 
     def run(rank: int, group: ProcessGroup) -> None:
         me = Rank(group, dtype, sharded=True)
