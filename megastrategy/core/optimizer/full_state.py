@@ -298,8 +298,8 @@ def _agreed_kinds(optimizer: ShardedOptimizer, index: int, by_rank: Sequence[_Re
             described = "; ".join(f"rank {owner}: {kinds.get(name, 'none')}" for owner, kinds in kinds_by_owner.items())
             raise CheckpointError(
                 f"state {name!r} of parameter {spec.name!r} differs between the ranks that step parts of it, so that "
-                f"none knows all of it: {described}. Load a state on all ranks or on none; an optimizer that begins to keep "
-                "something when it sees certain gradients needs whole parameters: pass "
+                f"none knows all of it: {described}. Load a state on all ranks or on none; an optimizer that begins to "
+                "keep something when it sees certain gradients needs whole parameters: pass "
                 f"{optimizer.engine.all_reduce_option}"
             )
     return reports_by_owner[first]  # they differ in empty states only
