@@ -107,23 +107,6 @@ def test_a_checkpoint_is_what_ddp_writes(
     assert_same_value(ours, theirs, "checkpoint")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-def test_the_file_holds_its_tensors_and_nothing_else(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
-    """``torch.save`` of one view writes the whole storage: a buffer instead of a weight."""
-    options = {"strategy_options": {"use_distributed_optimizer": sharded}}
-    ranks.run(fit_and_save, "megatron_ddp", str(tmp_path / "ours"), **options)
-    ranks.run(fit_and_save, "ddp", str(tmp_path / "ddp"))
-    checkpoint = load(tmp_path / "ours" / "step=10.ckpt")
-    state = checkpoint["optimizer_states"][0]["state"]
-    tensors = [*checkpoint["state_dict"].values(), *(value for values in state.values() for value in values.values())]
-    assert len(tensors) > 30
-    for tensor in tensors:
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    ours, theirs = ((tmp_path / folder / "step=10.ckpt").stat().st_size for folder in ("ours", "ddp"))
-    assert abs(ours - theirs) < 200, "but for the paths in ModelCheckpoint's state, the files have one size"
-
-
 PAIRS = [
     ("ddp", "sharded"),
     ("sharded", "ddp"),

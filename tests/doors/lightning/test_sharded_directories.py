@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 import time
@@ -216,60 +215,6 @@ def fabric_run(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_fabric_saves_and_loads_alike(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     ranks.run(fabric_run, tmp_path, kind)
-
-
-def fabric_resume(folder: Path) -> None:
-    """The rest of a run, from a directory, is the run."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(bucket_size=100, state_dict_type="sharded"))
-    fabric.launch()
-    finals = []
-    for first in (0, 3):
-        torch.manual_seed(first)
-        net = torch.nn.Linear(5, 13)
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-        if first:
-            fabric.load(folder / "checkpoint", {"model": model, "optimizer": optimizer})
-        for step in range(first, 6):
-            data = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + fabric.global_rank))
-            fabric.backward(model(data).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if (first, step) == (0, 2):
-                fabric.save(folder / "checkpoint", {"model": model, "optimizer": optimizer})
-        finals.append([param.detach().clone() for param in net.parameters()])
-    for mine, expected in zip(*finals, strict=True):
-        assert torch.equal(mine, expected)
-
-
-def test_fabric_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(fabric_resume, tmp_path)
-
-
-# --- optimizers of other kinds ---------------------------------------------------------------------------------------
-
-
-def whole_adafactor(params: Any) -> torch.optim.Optimizer:
-    """Keeps a number for each row and each column."""
-    return torch.optim.Adafactor(params, lr=1e-2)
-
-
-def fit_and_resume(folder: Path, make: Any, options: dict[str, Any]) -> None:
-    strategy_options = {"state_dict_type": "sharded", **options}
-    trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=2)
-    whole = make()
-    trainer.fit(whole, loader())
-    for max_epochs in (1, 2):
-        module = make()
-        trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=max_epochs)
-        trainer.fit(module, loader(), ckpt_path=str(folder / "last.ckpt") if max_epochs == 2 else None)
-        trainer.save_checkpoint(folder / "last.ckpt")
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name]), name
-
-
-def test_state_that_is_not_element_wise_resumes_with_all_reduce(ranks: Ranks, tmp_path: Path) -> None:
-    make = functools.partial(AwkwardModule, whole_adafactor)
-    ranks.run(fit_and_resume, tmp_path, make, {"use_distributed_optimizer": False})
 
 
 # --- whose, where and when -------------------------------------------------------------------------------------------
