@@ -1,7 +1,7 @@
 """An optimizer's state in host memory, on the wire, and as a part of a full tensor."""
 
 from .flat_shard import FlatShard
-from .host_copies import copy_to_host, to_host
+from .host_copies import to_host
 from .mover import LocalState, Parts, redistribute, redistribute_state
 from .pickled_states import entries_of_rank_zero, gather_states
 from .saved_state import (
@@ -23,7 +23,6 @@ __all__ = [
     "Parts",
     "as_saved",
     "copied",
-    "copy_to_host",
     "entries_of_rank_zero",
     "gather_states",
     "groups_as_saved",
