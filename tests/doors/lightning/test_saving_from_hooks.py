@@ -63,22 +63,25 @@ def test_a_checkpoint_from_any_hook_is_the_one_of_ddp(ranks: Ranks, tmp_path: Pa
         assert_same_value(ours, theirs, f"{hook} {number}")
 
 
-def save_on_rank_zero_alone(path: Path) -> None:
+def save_on_rank_zero_alone(path: Path, hook: str) -> None:
     """A mistake under "ddp", too, where it hangs in the barrier at the end of save_checkpoint."""
-    fit("megatron_ddp", callbacks=[SavesOnRankZero(path)], max_epochs=1)
+    fit("megatron_ddp", callbacks=[SavesOnRankZero(path, hook)], max_epochs=1)
 
 
 class SavesOnRankZero(pl.Callback):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hook: str) -> None:
         self.path = path
+        setattr(self, hook, self.save)
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero and trainer.fit_loop.batch_idx == 2:
             trainer.save_checkpoint(self.path)
 
 
-def test_saving_on_rank_zero_alone_says_so(ranks: Ranks, tmp_path: Path) -> None:
-    zero, one = ranks.outcomes(save_on_rank_zero_alone, tmp_path / "last.ckpt")
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
+def test_saving_on_rank_zero_alone_says_so(ranks: Ranks, tmp_path: Path, hook: str) -> None:
+    """The other rank is in the step, or waits before its next batch."""
+    zero, one = ranks.outcomes(save_on_rank_zero_alone, tmp_path / "last.ckpt", hook)
     assert zero.kind == "NotOnAllRanksError"
     assert "rank 1 is elsewhere, waiting in all-" in zero.message
     assert one.kind == "CollectiveError"
