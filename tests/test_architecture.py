@@ -79,14 +79,14 @@ MAY_IMPORT = {
 # engine, may use every folder, and no folder imports them.
 GROUND = {"errors", "events", "devices", "config"}
 ROOMS_OF_CORE = {
-    "trials": set(),
+    "judge": set(),
     "layout": set(),
     "collectives": {"layout"},
     "module": {"layout", "collectives"},
-    "data_path": {"layout", "collectives", "module", "trials"},
+    "data_path": {"layout", "collectives", "module", "judge"},
     "states": {"layout", "collectives", "module"},
-    "optimizer": {"layout", "collectives", "module", "trials", "data_path", "states"},
-    "checkpoint": {"layout", "collectives", "module", "trials", "states", "optimizer"},
+    "optimizer": {"layout", "collectives", "module", "judge", "data_path", "states"},
+    "checkpoint": {"layout", "collectives", "module", "judge", "states", "optimizer"},
 }
 
 

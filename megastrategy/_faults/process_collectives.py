@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
-from ..core import Collectives, KnownFindings, host_collectives, make_collectives, private_group
+from ..core import Collectives, host_collectives, make_collectives, private_group
 from .failure_watch import FailureWatch
 
 
@@ -33,7 +33,6 @@ class _State:
     call_check_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
     failure_watch: FailureWatch = dataclasses.field(default_factory=lambda: FailureWatch(exception_name))
-    known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
 
@@ -121,11 +120,6 @@ def checkpoint_collectives() -> Collectives:
     if state.checkpoint_collectives is None:
         state.checkpoint_collectives = host_collectives()
     return state.checkpoint_collectives
-
-
-def known_findings() -> KnownFindings:
-    """Returns the results of all trials of optimizers in this process."""
-    return _state().known_findings
 
 
 def begin_setup() -> tuple[str, str]:

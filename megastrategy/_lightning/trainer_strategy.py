@@ -32,7 +32,7 @@ from .._checkpoints.directories import (
     remove_directory,
 )
 from .._faults.interfaces import add_way_out
-from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name, known_findings
+from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name
 from .._faults.recovery import PATIENCE, ended_process, first_failure, join_setup, report_failure
 from .._replicas import Replicas
 from .._unsharded_optimizers import UnshardedOptimizers
@@ -227,8 +227,6 @@ class TrainerStrategy(_Base):
             replicas=self.replicas,
         )
         self._engine = self._checked.engine = wrapped.engine
-        if not self._mesh.shares_model:
-            self._engine.known_findings = known_findings()
         return wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:

@@ -34,6 +34,7 @@ from .distributed_data_parallel import DistributedDataParallel, announce_tokens,
 from .distributed_optimizer import DistributedOptimizer
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError, ReplicaMismatchError
 from .events import Event, EventKind, combine_listeners
+from .judge import Sharding
 from .layout import (
     Bucket,
     BufferLayout,
@@ -60,7 +61,6 @@ from .module import (
 from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
 from .states import gather_states, number_params, to_host
 from .torch_ddp_surface import config_from_arguments
-from .trials import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",
@@ -82,7 +82,6 @@ __all__ = [
     "EventKind",
     "GradScaler",
     "GroupState",
-    "KnownFindings",
     "LocalParts",
     "ModelGroup",
     "NamedOptimizer",
@@ -92,6 +91,7 @@ __all__ = [
     "RemoteDirectory",
     "ReplicaHook",
     "ReplicaMismatchError",
+    "Sharding",
     "SingleRankCollectives",
     "StagedModule",
     "adapt_scaler",

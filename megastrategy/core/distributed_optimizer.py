@@ -42,6 +42,7 @@ from .data_path import (
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import DirectUseError, OptimizerNotShardableError
 from .events import profiler_range
+from .judge import Sharding
 from .optimizer import (
     GuardedState,
     ShardedOptimizer,
@@ -51,7 +52,6 @@ from .optimizer import (
     has_others,
     join_norm,
     load_with_hooks,
-    not_shardable,
     save_with_hooks,
     split_closure,
     take_back,
@@ -68,17 +68,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
             Parameters that are not in the model are stepped as under torch DDP, each rank with its own gradient.
         model: the wrapped model.
+        sharding: how the ranks divide the parameters of a group. An entry ``sharding`` of a parameter group overrides
+            it.
+
+            - "auto": found by a test of the optimizer on small tensors.
+            - "flat": each rank steps a piece of every parameter, as one dimension; right for an element-wise update.
+            - "whole": each parameter is stepped by one rank, in its shape; right for an update that looks at no other
+              parameter.
 
     Raises:
-        ValueError: if the model is not wrapped, or has none of the optimizer's parameters, or another wrapped model has
-            some of them.
-        OptimizerNotShardableError: if the update of a parameter depends on other parameters, and the model's
-            configuration shards the optimizer.
+        ValueError: if ``sharding`` is another word, the model is not wrapped or has none of the optimizer's parameters,
+            or another wrapped model has some of them.
+        OptimizerNotShardableError: if ``sharding`` is "auto", the model's configuration shards the optimizer, and the
+            update of a parameter depends on other parameters.
     """
 
     _impl: ShardedOptimizer
 
-    def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
+    def __new__(
+        cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, sharding: Sharding = "auto"
+    ) -> DistributedOptimizer:
         optimizer = _of_closed(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ValueError(
@@ -93,13 +102,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__, **members})
         return object.__new__(kind)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, sharding: Sharding = "auto"
+    ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
                 "first"
             )
-        self._connect(_of_closed(optimizer), model)
+        self._connect(_of_closed(optimizer), model, sharding)
 
     def connect(self, model: DistributedDataParallel) -> None:
         """Shards the user's optimizer over another wrapper of its parameters, after the first was closed or collected.
@@ -109,13 +120,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if the first wrapper is in use.
         """
-        self._connect(self.optimizer, model)
+        self._connect(self.optimizer, model, self._sharding)
 
-    def _connect(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    def _connect(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, sharding: Sharding) -> None:
         engine = model.engine
         take_back(optimizer)
-        findings = check_optimizer(optimizer, engine)
-        self._impl = impl = ShardedOptimizer(optimizer, engine, findings)
+        classes = check_optimizer(optimizer, engine, sharding)
+        self._impl = impl = ShardedOptimizer(optimizer, engine, classes)
+        self._sharding = sharding
         self._loads_by_itself = False
         self._number = 0
         rank_check = engine.collectives.rank_check
@@ -228,9 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_runs:
             impl.step_params(arguments)
             return result
-        reason = impl.try_options()
-        if reason is not None:
-            raise not_shardable(impl.inner, impl.engine, reason)
+        impl.check_options()
         with torch.no_grad(), profiler_range("step"):
             impl.step(arguments)
         return result

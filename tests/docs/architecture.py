@@ -19,7 +19,7 @@ PICTURE = ROOT / "docs" / "design" / "architecture.svg"
 
 DOORS = {"lightning": "Lightning", "fabric": "Fabric", "accelerate": "Accelerate", "ray": "Ray Train"}
 FACES = {"distributed_data_parallel": "DistributedDataParallel", "distributed_optimizer": "DistributedOptimizer"}
-RIGHT_COLUMN = {"trials", "states", "optimizer", "checkpoint"}
+RIGHT_COLUMN = {"judge", "states", "optimizer", "checkpoint"}
 
 WIDTH, BOX_WIDTH, BOX_HEIGHT, ROW = 800, 310, 58, 74
 COLUMN_X = (60, 430)

@@ -17,13 +17,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import megastrategy  # noqa: F401 - preloaded in the fork server
 
-from .known_findings import share_findings
 from .patience import HANG_S, REPORT_S
 
 AFTER_A_FAILURE_S = 30.0
@@ -79,7 +77,6 @@ def _serve(
     rank: int, size: int, store: str, timeout_s: float, connection: Connection, job: Callable[..., Any], arguments: Any
 ) -> None:
     torch.set_num_threads(1)
-    share_findings(pytest.MonkeyPatch())
     faulthandler.dump_traceback_later(min(REPORT_S, timeout_s - 5.0), file=2)  # type: ignore[arg-type]
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)

@@ -269,7 +269,7 @@ def test_state_of_parameters_that_the_step_did_not_reach_is_counted_or_named(
     assert isinstance(step, MeasuredStep), step
     memory, num_shards = rank_memory(step), step.models[0].layout.num_shards
     if num_shards > 1:
-        unknown = set()  # trial steps have shown what is kept
+        unknown = set()  # a test has shown what is kept
     assert set(step.unknown) == unknown
     expected = 4 * UNREACHED_NUMEL * (num_kept - bool(unknown)) // num_shards
     # The counters of the parameters that were reached, and elements that align the next parameter.

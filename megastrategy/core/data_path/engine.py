@@ -45,7 +45,6 @@ from ..module import (
     option_rows,
     param_spec,
 )
-from ..trials import KnownFindings
 from .backward_tracker import BackwardTracker, DeferredBatch
 from .bucket import State, get_grad, set_grads
 from .gather import Gather
@@ -84,7 +83,6 @@ class Engine:
         params: the trainable parameters, in the order of ``layout.params``.
         index_by_id: ``id(param)`` to the parameter's index in ``params`` and ``layout``.
         optimizers: weak references to the optimizers of this model, in the order of their construction.
-        known_findings: results of optimizers' trials; a door may set its own, which outlives this object.
 
     Raises:
         ValueError: if the module cannot be laid out.
@@ -107,7 +105,6 @@ class Engine:
         self.config = config
         self.all_reduce_option = all_reduce_option
         self.is_closed = False
-        self.known_findings = KnownFindings()
         self.optimizers: list[weakref.ref[SteppingOptimizer]] = []
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}

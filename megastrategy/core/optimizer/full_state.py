@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..collectives import Collectives
 from ..errors import CheckpointError
+from ..judge import describe_undividable
 from ..layout import SIXTEEN_BIT_DTYPES, ParamSpec
 from ..states import (
     LocalState,
@@ -30,7 +31,6 @@ from ..states import (
     redistribute_state,
     to_host,
 )
-from ..trials import describe_undividable
 from .plain_optimizer import load_as_torchs
 from .state import (
     MAIN_PARAM,
@@ -163,7 +163,7 @@ def _gathered_over(
     """
     engine = optimizer.engine
     specs = engine.layout.params
-    # Names that trials did not find: a run of one element cannot distinguish such state from a counter.
+    # Names that the poison test did not find: a run of one element cannot distinguish such state from a counter.
     later_names = ranks.all_gather_objects(_names_of_long_runs(optimizer))
     names = None if optimizer.element_names is None else set(optimizer.element_names).union(*later_names)
     local = _wanted_state(optimizer, members, wanted, names)

@@ -1,4 +1,4 @@
-"""Checks by trial steps that the user's optimizer can be sharded, and makes the errors if it cannot."""
+"""Checks that the user's optimizer can be sharded, and makes the errors if it cannot."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 from ..data_path import Engine
 from ..errors import OptimizerNotShardableError
-from ..trials import Findings, NotForShardsError, check_fp32_state, check_main_param_steps
+from ..judge import GroupClasses, NotClassifiedError, Sharding, check_fp32_state, check_main_param_steps
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
-    """Returns the findings of trial steps; None if the optimizer is not to be sharded.
+def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine, sharding: Sharding) -> GroupClasses | None:
+    """Returns how its groups are divided; None if the optimizer is not to be sharded.
 
     Raises:
         OptimizerNotShardableError: if it cannot step shards, parts, main params or dense gradients.
@@ -25,10 +25,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Finding
     # Any optimizer can step full parameters; the parts of tensor-parallel parameters are not full ones.
     if engine.layout.num_shards == 1 and not engine.model_parallel.collectives:
         return None
-    findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
-    if findings.reason is not None:
-        raise not_shardable(optimizer, engine, findings.reason)
-    return findings
+    try:
+        return GroupClasses(optimizer, engine.device, engine.layout.main_dtype, sharding)
+    except NotClassifiedError as reason:
+        raise not_shardable(optimizer, engine, str(reason)) from None
 
 
 def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
@@ -38,7 +38,7 @@ def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         if dtypes and engine.layout.num_shards == 1:
             check_main_param_steps(optimizer)
         check_fp32_state(optimizer, dtypes)
-    except NotForShardsError as reason:
+    except NotClassifiedError as reason:
         raise OptimizerNotShardableError(
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
             "weights in fp32 (autocast for the forward), or use another optimizer"
@@ -54,5 +54,6 @@ def not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str)
         )
     return OptimizerNotShardableError(
         f"{type(optimizer).__name__} cannot be sharded: {reason}. Pass {engine.all_reduce_option}: every rank then "
-        "steps whole parameters, as under torch DDP"
+        "steps whole parameters, as under torch DDP. If you know better, say how a group is divided with an entry "
+        "sharding='flat' or sharding='whole'"
     )

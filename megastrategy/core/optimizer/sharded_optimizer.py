@@ -22,9 +22,9 @@ from .. import devices
 from ..data_path import Bucket, Engine
 from ..errors import CollectiveError, DirectUseError, LayoutMismatchError, OptimizerNotShardableError
 from ..events import EventKind
+from ..judge import GroupClasses, NotClassifiedError
 from ..layout import BufferLayout, Owners, Spans
 from ..states import LocalState, redistribute
-from ..trials import Findings, LaterTrials
 from . import full_state, state
 from .extra_params import ExtraParams
 from .optimizer_checks import check_main_params, not_shardable
@@ -52,12 +52,11 @@ class ShardedOptimizer:
         loaded: parameters whose state was loaded, and has not been converted by the optimizer's ``load_state_dict``.
         frozen_main_params: loaded main params of parameters that were never trained, on the host, by name.
         last_main_params: after the model was closed, its main params by name, on rank 0.
-        element_names: the names of element-wise state; None without trials.
         num_steps_begun, num_steps_done: steps that began to change weights, and completed ones.
         is_given_back: whether the model was closed and the state is keyed by Parameters again.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, classes: GroupClasses | None) -> None:
         self.inner = optimizer
         self.engine = engine
         self.extra_params = ExtraParams(optimizer, engine)
@@ -72,15 +71,11 @@ class ShardedOptimizer:
         self.loaded: set[int] = set()
         self.frozen_main_params: dict[str, Tensor] = {}
         self.last_main_params: dict[str, Tensor] = {}
-        self.element_names = findings.element_names if findings is not None else None
         self.num_steps_begun = 0
         self.num_steps_done = 0
         self.hooks: list[Any] = []
         self.is_given_back = False
-        self._may_join = findings is not None and findings.in_parts
-        self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
-        self._whole_tensors = findings.whole_tensors if findings is not None else {}
-        self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
+        self._classes = classes
         self._is_called_by_us = False
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._lists: list[list[Parameter]] = []  # of parameters, by group
@@ -135,17 +130,11 @@ class ShardedOptimizer:
 
     def num_kept(self) -> dict[int, int] | None:
         """Returns how many numbers an element the state keeps, by parameter; None if that is not known."""
-        if self.element_names is None:
+        if self._classes is None or self._classes.element_names is None:
             return None
         self._update_groups()
         specs = self.engine.layout.params
-        most = max(self._whole_tensors.values(), default=0)
-        return {
-            index: self._whole_tensors.get(len(specs[index].shape), most)
-            if group in self._whole_groups
-            else len(self.element_names)
-            for index, group in self._group_of.items()
-        }
+        return {i: self._classes.num_kept(group, len(specs[i].shape)) for i, group in self._group_of.items()}
 
     def neighbour_groups(self) -> dict[int, Hashable]:
         """Returns a key by parameter: neighbours with the same key are stepped as one tensor."""
@@ -169,13 +158,24 @@ class ShardedOptimizer:
         options = [group.get(name) for group in self.inner.param_groups for name in COMPARED_OPTIONS]
         return [number for option in options for number in _numbers(option)]
 
-    # --- trials of new options ----------------------------------------------------------------------------------------
+    # --- how groups are divided ---------------------------------------------------------------------------------------
 
-    def try_options(self) -> str | None:
-        """Tries new groups and options. Returns the reason why shards cannot be stepped with them, or None."""
-        if self._later_trials is None:
-            return None
-        return self._learn(self._later_trials.of_options(self.engine.known_findings, self.engine.layout.main_dtype))
+    @property
+    def element_names(self) -> frozenset[str] | None:
+        """The names of element-wise state; None if they are not known."""
+        return None if self._classes is None else self._classes.element_names
+
+    @property
+    def _whole_groups(self) -> set[int]:
+        return set() if self._classes is None else self._classes.whole_groups
+
+    def check_options(self) -> None:
+        """Raises OptimizerNotShardableError if shards cannot be stepped with the present groups and options."""
+        try:
+            if self._classes is not None:
+                self._classes.update()
+        except NotClassifiedError as reason:
+            raise not_shardable(self.inner, self.engine, str(reason)) from None
 
     def _check_whole_groups(self) -> None:
         """Raises OptimizerNotShardableError for a parameter that is stepped whole, and is divided over ranks."""
@@ -224,12 +224,6 @@ class ShardedOptimizer:
                 "ranks disagree on which parameters are stepped whole: their optimizers have different groups or "
                 f"options. The number of these parameters by rank: {[len(owners) for owners in of_ranks]}"
             )
-
-    def _learn(self, findings: Findings | None) -> str | None:
-        if findings is None or findings.reason is not None:
-            return None if findings is None else findings.reason
-        self._whole_groups |= findings.whole_groups
-        return None
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -296,7 +290,8 @@ class ShardedOptimizer:
         elements of each tensor differently."""
         is_on_host = devices.is_on_host(self.engine.device) or self.engine.layout.offloads_state
         groups = enumerate(self.inner.param_groups)
-        return {n for n, group in groups if self._may_join and not (is_on_host and group.get("fused"))}
+        may_join = self._classes is not None
+        return {n for n, group in groups if may_join and not (is_on_host and group.get("fused"))}
 
     def set_runs(self, runs: Sequence[Run]) -> None:
         """Steps these from now on."""
@@ -777,9 +772,7 @@ class ShardedOptimizer:
         try:
             self.extra_params.find()
             check_main_params(self.inner, self.engine)
-            reason = self.try_options()
-            if reason is not None:
-                raise not_shardable(self.inner, self.engine, reason)
+            self.check_options()
             self._check_whole_groups()
         except ValueError:
             self.inner.param_groups.pop()

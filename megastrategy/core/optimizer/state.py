@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..judge import is_per_element
 from ..layout import BufferLayout, ParamSpec
 from ..states import LocalState, Parts, as_saved, copied, per_element_keys, redistribute_state
-from ..trials import is_per_element
 from .runs import Run, Values, flat, group_members
 from .state_hooks import without_state_hooks
 

@@ -18,9 +18,9 @@ MAIN_PARAMS = "main_params()"
 
 
 def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
-    """Returns the names of element-wise state. ``known``: the names that trial steps have found; None without trials.
+    """Returns the names of element-wise state. ``known``: the names of flat groups' state; None if they are not known.
 
-    Only trials can distinguish the element-wise state of a one-element parameter from a counter.
+    Only a test of the optimizer can distinguish the element-wise state of a one-element parameter from a counter.
     """
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
     if known is None:

@@ -4,7 +4,7 @@
 A tensor of :data:`LARGE_BYTES` or more is real to Python, to autograd and to the engine: it has a shape, an address and
 views. But its pages are never written, so the system gives it no memory; and an operation that reads or makes one is
 not carried out. ``FakeTensorMode`` computes the shapes of its results, operation by operation. Small results of such
-operations are zeros: a loss, an index, a flag can be read. Small tensors are computed, trial steps of optimizers among
+operations are zeros: a loss, an index, a flag can be read. Small tensors are computed, tests of optimizers among
 them. An operation whose shapes depend on values (``nonzero``) is carried out on whatever is there.
 """
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 LARGE_BYTES = 2**20
-"""Ten times the largest tensor of an optimizer's trial, which has to be computed."""
+"""More than the largest tensor of an optimizer's test in fp32, which has to be computed."""
 
 
 # Python names it from 3.13 on. Without it Linux refuses a mapping that is larger than its memory; the number is that of

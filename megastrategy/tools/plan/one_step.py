@@ -76,7 +76,7 @@ class MeasuredStep:
         step_peak_bytes: the most temporaries at once while optimizers step.
         computes: whether large tensors had values.
         num_computed: operations that were carried out on large tensors without values.
-        unknown: the parameters whose optimizer has made no step, and no trial step, so that its state is not counted.
+        unknown: the parameters whose optimizer has made no step, and was not tested, so that its state is not counted.
     """
 
     dp_size: int
@@ -331,10 +331,10 @@ class OneStep:
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
         num_kept: dict[int, int] = {}
-        # As trials have shown, whether or not the step reached the parameters, or this rank's parts of them.
+        # As the test has shown, whether or not the step reached the parameters, or this rank's parts of them.
         for optimizer in _optimizers_of(engine):
             num_kept |= optimizer.num_kept() or {}
-        # Steps of whole parameters need no trial, so their state is counted.
+        # Steps of whole parameters need no test, so their state is counted.
         for stepped in self._optimizers.values():
             for tensor, values in stepped.state.items():
                 alike = [value for value in _tensors(values) if value.dim() > 0]

@@ -42,7 +42,7 @@ def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[
         memory = rank_memory(step)
         if memory.verdict(device_bytes) != "fits":
             yield f"on {step.dp_size:,} rank(s): {advice(step, device_bytes)}"
-    # Ranks differ: trial steps show what an optimizer of shards keeps, before its first step.
+    # Ranks differ: a test shows what an optimizer of shards keeps, before its first step.
     for step in steps:
         unknown = step.unknown
         if unknown:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import DirectUseError, OptimizerNotShardableError, ReducedGradError
-from megastrategy.core.trials.probe import probe
+from megastrategy.core.judge.classification import classify
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
@@ -357,12 +357,9 @@ class WithoutRecord(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [(ScaledByItsNorm, "cut into flat pieces"), (WithoutRecord, "no option or attribute says")]
+    ("kind", "reason"), [(ScaledByItsNorm, "an element changes"), (WithoutRecord, "no option or attribute says")]
 )
 def test_modes_that_ranks_cannot_change_by_shards_are_found_at_the_wrap(kind: Any, reason: str) -> None:
-    findings = probe(kind(two_layers().parameters(), lr=0.05), torch.device("cpu"), torch.float32)
-    if kind is WithoutRecord:
-        assert reason in str(findings.reason)
-    else:
-        assert findings.reason is None
-        assert findings.whole_groups == {0}, "each parameter by its owner"
+    (one,) = classify(kind(two_layers().parameters(), lr=0.05), torch.device("cpu"), torch.float32)
+    assert one.way == ("refused" if kind is WithoutRecord else "whole")
+    assert reason in one.reason

@@ -37,7 +37,7 @@ def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
         adam.register_step_pre_hook(lambda opt, args, kwargs: by_hook.append(list(opt.param_groups[0]["params"])))
         scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.5)
         optimizer = DistributedOptimizer(adam, model)
-        seen.clear()  # of trials
+        seen.clear()  # of copies
         assert isinstance(optimizer, torch.optim.AdamW)
         assert isinstance(optimizer, DistributedOptimizer)
         assert optimizer.optimizer is adam
@@ -78,7 +78,7 @@ def test_a_group_of_which_a_rank_owns_nothing_stays() -> None:
 
         optimizer = DistributedOptimizer(Noting(groups, lr=1.0), model)
         optimizer.register_step_post_hook(lambda *_: None)  # then all is stepped in one call
-        lengths.clear()  # of trials
+        lengths.clear()  # of copies
         model(torch.ones(2, 10)).sum().backward()
         optimizer.step()
         assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.3, 0.4])

@@ -334,7 +334,7 @@ def test_ranks_with_other_groups_are_told() -> None:
 
 
 def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_time() -> None:
-    """Set by hand after the wrap, as in tests/core/trials/test_options_set_later.py."""
+    """Set by hand after the wrap, as in tests/core/judge/test_options_set_later.py."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module, model = model_on(group)
@@ -343,7 +343,7 @@ def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_tim
         for _ in range(2):
             optimizer.param_groups[0]["by_row"] = True
             model(batch(rank, 0)).square().mean().backward()
-            with pytest.raises(OptimizerNotShardableError, match="parameter group 0 then needs whole parameters"):
+            with pytest.raises(OptimizerNotShardableError, match="parameter group 0: it then needs whole parameters"):
                 optimizer.step()
         optimizer.param_groups[0]["by_row"] = False
         optimizer.step()

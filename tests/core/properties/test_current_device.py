@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.collectives import BackendCollectives, Handle, SingleRankCollectives
 from megastrategy.core.collectives.instanced import InstanceCollectives
 from megastrategy.core.collectives.single_rank import Done
-from megastrategy.core.trials.isolation import seed
+from megastrategy.core.judge.isolation import isolated
 from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks
 
@@ -57,27 +57,29 @@ def test_sums_of_instances_are_waited_for_on_the_stream_of_the_models_device() -
     run_ranks(1, run)
 
 
-def test_a_trial_draws_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.cuda.manual_seed`` is for the current one: ranks would draw different numbers, and differ in findings."""
-    states: dict[str, Tensor] = {}
+def test_a_poison_test_draws_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.manual_seed`` is for the current one: ranks would draw different numbers, and differ in answers."""
+    states: dict[str, list[Tensor]] = {}
     of_host = torch.default_generator.get_state()
+    of_cpu: Any = torch.Generator
+    at_first = of_cpu().manual_seed(3).get_state()
 
     class Module:
         @staticmethod
+        def get_rng_state(device: torch.device) -> Tensor:
+            return states[str(device)][-1] if str(device) in states else at_first
+
+        @staticmethod
         def set_rng_state(state: Tensor, device: torch.device) -> None:
-            states[str(device)] = state
+            states.setdefault(str(device), []).append(state)
 
-    made: list[torch.device] = []
-
-    def generator(device: torch.device) -> Any:
-        made.append(device)
-        return of_cpu()
-
-    of_cpu: Any = torch.Generator
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    monkeypatch.setattr(torch, "Generator", generator)
-    seed(torch.device("cuda:1"))
-    assert made == [torch.device("cuda:1")]
-    assert list(states) == ["cuda:1"]
-    assert torch.equal(states["cuda:1"], of_cpu().manual_seed(0).get_state())
+    monkeypatch.setattr(torch, "cuda", Module)
+    monkeypatch.setattr(torch, "Generator", lambda device: of_cpu())
+    with isolated(torch.device("cuda:1")):
+        pass
+    seeded, put_back = states.pop("cuda:1")
+    assert not states
+    assert torch.equal(seeded, of_cpu().manual_seed(0).get_state())
+    assert torch.equal(put_back, at_first)
     assert torch.equal(torch.default_generator.get_state(), of_host)

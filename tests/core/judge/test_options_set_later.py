@@ -1,5 +1,5 @@
-"""An option that is set after the wrap, by hand, by a schedule or by a loaded state: what trials at the wrap could not
-see is tried before the step that would use it."""
+"""An option that is set after the wrap, by hand, by a schedule or by a loaded state: what a test at the wrap could
+not see is tested before the step that would use it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_option_that_couples_elements_is_refused_at_the_step_that_would_use_i
         with pytest.raises(OptimizerNotShardableError, match=said):
             train(model, optimizer, rank, set_later)
         assert optimizer.num_steps == (3, 3)
-        with pytest.raises(OptimizerNotShardableError, match=said):  # as often as it is tried
+        with pytest.raises(OptimizerNotShardableError, match=said):  # as often as it is called
             optimizer.step()
         in_all_groups(weight_decay=0.0)(optimizer)
         optimizer.step()

@@ -45,7 +45,7 @@ class Warm(torch.optim.SGD):
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("size", [2, 1])
 def test_a_schedule_of_its_own_falls_when_it_does_under_torch_ddp(make_ramp: Any, sharded: bool, size: int) -> None:
-    """By calls of ``step()``, not by trial steps and not by buckets. Later than the longest trial."""
+    """By calls of ``step()``, not by steps of copies and not by buckets."""
 
     def train(trainee: Trainee) -> list[float]:
         rates = []

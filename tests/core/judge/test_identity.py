@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
-from megastrategy.core.trials import NotForShardsError, check_main_param_steps
-from megastrategy.core.trials.probe import probe
+from megastrategy.core.judge import NotClassifiedError, check_main_param_steps
+from megastrategy.core.judge.classification import classify
 from tests.support.models import two_layers
-from tests.support.optimizers import Simple
+from tests.support.optimizers import DistanceInGroup, InBlocks, KeepsOwn, Lamb, LookAhead, NeedsClosure, Simple
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_it_is_refused_at_wrap_with_the_way_out(kind: Callable[..., Any]) -> Non
 def test_fp32_main_params_are_other_tensors_too(kind: Callable[..., Any]) -> None:
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(4, 4))]
     check_main_param_steps(kind(params))
-    with pytest.raises(NotForShardsError, match="in their place"):
+    with pytest.raises(NotClassifiedError, match="in their place"):
         check_main_param_steps(kind(params, params[1]))
 
 
@@ -113,7 +113,8 @@ def test_one_that_knows_none_of_them_passes(kind: Callable[..., Any]) -> None:
         param._is_initialized = True  # type: ignore[attr-defined]  # as transformers does, and no optimizer asks for it
     optimizer = kind(params, another)
     optimizer.kept = list(params)  # for a zero_grad of its own
-    assert probe(optimizer, CPU, torch.float32).reason is None
+    (one,) = classify(optimizer, CPU, torch.float32)
+    assert one.way == "flat", one
 
 
 def test_a_class_of_parameters_is_not_that_of_shards() -> None:
@@ -121,5 +122,30 @@ def test_a_class_of_parameters_is_not_that_of_shards() -> None:
         """Some ask a parameter's class how to step it."""
 
     params = [OnASphere(torch.ones(4, 4))]
-    assert "parameters of class OnASphere" in str(probe(Scaled(params), CPU, torch.float32).reason)
-    assert probe(torch.optim.SGD(params, lr=0.1), CPU, torch.float32).reason is None, "torch's ask for nothing"
+    (one,) = classify(Scaled(params), CPU, torch.float32)
+    assert "parameters of class OnASphere" in one.reason
+    (one,) = classify(torch.optim.SGD(params, lr=0.1), CPU, torch.float32)
+    assert one.way == "flat", "torch's ask for nothing"
+
+
+def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> None:
+    params = [Parameter(torch.ones(4, 4))]
+    params[0].grad = torch.ones(4, 4)
+    optimizer = LookAhead(torch.optim.SGD(params, lr=0.1))
+    (one,) = classify(optimizer, CPU, torch.float32)
+    with pytest.raises(NotClassifiedError) as refused:
+        check_main_param_steps(optimizer)
+    for reason in (one.reason, str(refused.value)):
+        assert "another optimizer, in its attribute 'base'" in reason
+        assert "Use that SGD itself" in reason
+    assert bool((params[0] == 1).all())
+
+
+@pytest.mark.parametrize("kind", [InBlocks, Lamb, DistanceInGroup, KeepsOwn])
+def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
+    check_main_param_steps(kind([Parameter(torch.ones(4, 4))]))
+
+
+def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
+    with pytest.raises(NotClassifiedError, match="closure would read the 16-bit weights"):
+        check_main_param_steps(NeedsClosure([Parameter(torch.ones(4, 4))]))

@@ -1,0 +1,296 @@
+"""How the poison test divides optimizers: flat, whole or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megastrategy.core.judge.classification import GroupClass, classify
+from tests.support import optimizers
+from tests.support.optimizers import Simple, stepped
+from tests.support.optimizers_with_methods import ScheduleFree
+from tests.support.prepared_optimizers import CountsOnState, SumsItsState
+
+CPU = torch.device("cpu")
+
+
+def params(*shapes: tuple[int, ...]) -> list[Parameter]:
+    return [Parameter(torch.zeros(shape)) for shape in shapes or ((9, 4), (5,), (3, 2, 3, 3), (90, 60))]
+
+
+def found(optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> GroupClass:
+    (one,) = classify(optimizer, CPU, dtype)
+    return one
+
+
+class SignSGD(Simple):
+    """Element-wise."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad.sign(), alpha=group["lr"])
+
+
+class AdamByAnotherName(torch.optim.AdamW):
+    """No class of torch's own, so that it is tested."""
+
+
+class Noisy(Simple):
+    """Draws a number for each element."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad + torch.randn_like(param), alpha=group["lr"])
+
+
+class Clips(Simple):
+    """Clips by the norm of all gradients, which only large ones exceed."""
+
+    def __init__(self, params: Any, max_norm: float = 1e6) -> None:
+        super().__init__(params, max_norm=max_norm)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_(list(stepped(self)), self.param_groups[0]["max_norm"])
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad, alpha=group["lr"])
+
+
+class ClipsLamb(Clips, optimizers.LambWithMoments):
+    """The same before steps of whole parameters, each by its own norm."""
+
+    update = optimizers.LambWithMoments.update
+
+
+class ByPlace(Simple):
+    """Decays the rate by the place in the group, as where layers come in their order."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for place, param in enumerate(stepped(self)):
+            param.sub_(param.grad, alpha=0.1 * 0.9**place)  # type: ignore[arg-type]
+
+
+class CountsParameters(SignSGD):
+    """Divides the rate by how many parameters have, or lack, a gradient."""
+
+    has_gradient = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = sum((p.grad is not None) == self.has_gradient for g in self.param_groups for p in g["params"])
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + count)
+        super().step()
+
+
+class CountsMissing(CountsParameters):
+    has_gradient = False
+
+
+class SkipsIfAnyIsNaN(SignSGD):
+    """Skips a step where any gradient is NaN."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not any(bool(param.grad.isnan().any()) for param in stepped(self) if param.grad is not None):
+            super().step()
+
+
+class NaNToMean(SignSGD):
+    """Looks at other elements only for those whose own gradient is NaN."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(torch.where(grad.isnan(), grad.nanmean(), grad).nan_to_num(), alpha=group["lr"])
+
+
+class ActsOnNegative(SignSGD):
+    """Takes a mean only where nearly all gradients of a parameter are negative."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        is_rare = (grad > 0).float().mean() < 0.01
+        param.sub_(grad.mean() if is_rare else grad, alpha=group["lr"])
+
+
+class InBatches(Simple):
+    """Takes those of one shape as a batch, and a mean over it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for param in stepped(self):
+            by_shape.setdefault(param.shape, []).append(param)
+        for alike in by_shape.values():
+            scale = torch.stack([param.grad.norm() for param in alike if param.grad is not None]).mean()
+            for param in alike:
+                param.sub_(param.grad / scale, alpha=0.1)
+
+
+class KeepsFunction(Simple):
+    """Keeps what no file can hold."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["next"] = lambda: 1
+        param.sub_(grad / grad.norm(), alpha=0.1)
+
+
+class ListsParameters(optimizers.Lamb):
+    """Keeps a list of its parameters, for a ``zero_grad`` of its own."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        super().__init__(params)
+        self.matrices = [param for param in params if param.dim() == 2]
+
+
+class Idle(optimizers.Lamb):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+OTHERS = "a parameter changes with the gradients of others"
+PARTS = "the parts that a rank has become others than among all"
+ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
+    (SignSGD, "flat", ""),
+    (AdamByAnotherName, "flat", ""),
+    (ScheduleFree, "flat", ""),
+    (optimizers.Averaging, "flat", ""),
+    (optimizers.Buffered, "flat", ""),
+    (CountsOnState, "flat", ""),
+    (optimizers.Lamb, "whole", "an element changes with the gradients of others"),
+    (optimizers.LambWithMoments, "whole", "an element changes"),
+    (optimizers.Shampoo, "whole", "it keeps state 'factors', tensors in a list"),
+    (optimizers.Projected, "whole", "an element changes"),
+    (optimizers.ProjectedGradients, "whole", "an element changes"),
+    (optimizers.NormHistory, "whole", "an element changes"),
+    (optimizers.DistanceOverGradients, "whole", "an element changes"),
+    (optimizers.CautiousMask, "whole", "an element changes"),
+    (optimizers.CentredKernels, "whole", "an element changes"),
+    (optimizers.DecaysMatrices, "whole", PARTS),
+    (optimizers.ScaledByProportions, "whole", PARTS),
+    (optimizers.InBlocks, "whole", "it keeps state 'largest' of shape (72,)"),
+    (optimizers.KeepsNested, "whole", "it keeps state 'inner', tensors in a dict"),
+    (optimizers.SavesRenamed, "whole", "state that its state_dict() has under other names than ['momentum']"),
+    (optimizers.WrapsState, "whole", "state that its state_dict() has under other names"),
+    (optimizers.Patient, "whole", "an element changes"),
+    (optimizers.CountsCalls, "whole", "an element changes"),
+    (SumsItsState, "whole", "an element changes"),
+    (NaNToMean, "whole", "an element changes"),
+    (ActsOnNegative, "whole", "an element changes"),
+    (ListsParameters, "whole", "an element changes"),
+    (torch.optim.Adafactor, "whole", "it keeps state"),
+    (optimizers.GloballyNormalised, "refused", PARTS),
+    (optimizers.TinySteps, "refused", PARTS),
+    (optimizers.DistanceInGroup, "refused", "an option or attribute becomes another"),
+    (optimizers.DecaysByMean, "refused", PARTS),
+    (optimizers.KeepsLargest, "refused", "an option or attribute becomes another"),
+    (Clips, "refused", OTHERS),
+    (ClipsLamb, "refused", OTHERS),
+    (SkipsIfAnyIsNaN, "refused", OTHERS),
+    (ByPlace, "refused", PARTS),
+    (CountsParameters, "refused", "an option or attribute becomes another"),
+    (CountsMissing, "refused", "a parameter changes where others have no gradient"),
+    (InBatches, "refused", PARTS),
+    (Noisy, "refused", "an element changes"),
+    (optimizers.KeepsOwn, "refused", "it keeps 'calls', which belongs to no parameter"),
+    (optimizers.SecondDerivatives, "refused", "raised RuntimeError: element 0 of tensors does not require grad"),
+    (KeepsFunction, "refused", "its state cannot be saved"),
+    (optimizers.NeedsClosure, "refused", "missing 1 required positional argument: 'closure'"),
+    (Idle, "refused", "change no parameter of group 0: a step() without a closure has to"),
+    (torch.optim.LBFGS, "refused", "missing 1 required positional argument: 'closure'"),
+    (torch.optim.SparseAdam, "refused", "does not support dense gradients"),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "reason"), ANSWERS, ids=[kind.__name__ for kind, _, _ in ANSWERS])
+def test_every_optimizer_is_divided_as_it_can_be(kind: Any, way: str, reason: str) -> None:
+    one = found(kind(params()))
+    assert (one.way, reason in one.reason) == (way, True), one
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-12, 1e-5, 1.0, torch.tensor(0.0)])
+def test_no_learning_rate_hides_what_an_optimizer_looks_at(lr: Any) -> None:
+    optimizer = AdamByAnotherName(params(), lr=lr, foreach=False)
+    assert found(optimizer).way == "flat"
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert found(optimizers.Lamb(params(), lr=lr)).way == "whole"
+    assert found(optimizers.DecaysByMean(params(), lr=lr)).way == "refused"
+
+
+@pytest.mark.parametrize("kind", [AdamByAnotherName, optimizers.Lamb, optimizers.GloballyNormalised])
+def test_fp64_has_the_same_answer(kind: Any) -> None:
+    assert found(kind(params()), torch.float64).way == found(kind(params())).way
+
+
+def test_muon_is_tested_with_matrices_since_it_refuses_others() -> None:
+    assert found(torch.optim.Muon(params((9, 4), (90, 60)))).way == "whole"
+
+
+def test_groups_are_classified_one_by_one() -> None:
+    groups = [
+        {"params": params((3,))},
+        {"params": params((9, 4)), "by_row": True},
+        {"params": params((4, 4)), "by_row": True, "lr": 0.5},
+        {"params": []},
+    ]
+    classes = classify(optimizers.MatricesAndRest(groups), CPU, torch.float32)
+    assert [one.way for one in classes] == ["flat", "whole", "whole", "flat"]
+    assert classes[0].element_names == {"momentum", "square"}
+    assert classes[1].num_kept == {2: 1}
+
+
+def test_names_of_elementwise_state_and_changed_options_are_found() -> None:
+    one = found(ScheduleFree(params()))
+    assert one.element_names == {"z", "square"}
+    assert one.changed_options == {"k", "weight_sum", "train_mode"}
+    for of_a_scalar in (CountsOnState([Parameter(torch.ones(())), *params()]), CountsOnState(params())):
+        assert found(of_a_scalar).element_names == {"sum", "total", "mask"}
+
+
+@pytest.mark.parametrize(("proportions", "way"), [((1.0, 1.0), "whole"), ((6.0, 7.0), "whole"), ((1e9, 1e9), "flat")])
+def test_updates_of_square_or_tall_matrices_are_seen(proportions: tuple[float, float], way: str) -> None:
+    class ByProportions(Simple):
+        """Scales rows of a matrix of some proportions by their norm, and is element-wise with all others."""
+
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            least, most = group["proportions"]
+            if param.dim() == 2 and least <= param.shape[0] / param.shape[1] <= most:
+                grad = grad / (grad.norm(dim=1, keepdim=True) + 1e-8)
+            param.sub_(grad, alpha=group["lr"])
+
+    assert found(ByProportions(params((16, 16), (900, 8), (5,)), proportions=proportions)).way == way
+
+
+OPTIONS: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
+    torch.optim.SGD: [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "fused": True, "weight_decay": 0.1}],
+    torch.optim.Adam: [{}, {"amsgrad": True}, {"fused": True, "amsgrad": True}, {"lr": torch.tensor(0.1)}],
+    torch.optim.AdamW: [
+        {},
+        {"foreach": True},
+        {"fused": True, "maximize": True},
+        {"amsgrad": True, "betas": (0.0, 0.9)},
+    ],
+    torch.optim.NAdam: [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    torch.optim.RAdam: [{}, {"foreach": True}],
+    torch.optim.Adagrad: [{}, {"lr_decay": 0.1, "initial_accumulator_value": 1.0}, {"fused": True}],
+    torch.optim.Adadelta: [{}, {"foreach": True, "weight_decay": 0.1}],
+    torch.optim.Adamax: [{}, {"foreach": True}],
+    torch.optim.RMSprop: [{}, {"momentum": 0.9, "centered": True}],
+    torch.optim.Rprop: [{}, {"foreach": True}],
+    torch.optim.ASGD: [{}, {"foreach": True, "weight_decay": 0.1}],
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), [(kind, one) for kind, several in OPTIONS.items() for one in several])
+@pytest.mark.parametrize("lr", [1e-6, 1.0])
+def test_the_poison_test_finds_what_is_remembered(kind: Any, options: dict[str, Any], lr: float) -> None:
+    derived = type(kind.__name__, (kind,), {})
+    remembered = found(kind(params(), **{"lr": lr, **options}))
+    tested = found(derived(params(), **{"lr": lr, **options}))
+    assert (tested.way, tested.is_tested, remembered.is_tested) == ("flat", True, False)
+    assert tested.element_names == remembered.element_names
+    assert not tested.changed_options
