@@ -1,10 +1,10 @@
 """Which optimizers may be sharded: copies of them step small tensors, of which some gradients are poisoned.
 
-``classify`` decides for each group: one whose update is element-wise is stepped as flat shards, one that steps each
+``GroupClasses`` decides for each group: one whose update is element-wise is stepped as flat shards, one that steps each
 parameter by itself as whole parameters by their owners; any other one is refused.
 """
 
-from .classification import Sharding, classify
+from .classification import Sharding
 from .element_state import describe_undividable, is_per_element
 from .group_classes import GroupClasses
 from .identity import check_fp32_state, check_main_param_steps
@@ -16,7 +16,6 @@ __all__ = [
     "Sharding",
     "check_fp32_state",
     "check_main_param_steps",
-    "classify",
     "describe_undividable",
     "is_per_element",
 ]
