@@ -153,6 +153,9 @@ def _made_by_constructor(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for name in group.keys() - optimizer.defaults.keys() - {"params"}:
             yield f"entry {name!r} of parameter group {number}", group[name]
     for key, state in optimizer.state.items():
-        if isinstance(key, Tensor):
-            state = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        yield "state of a parameter" if isinstance(key, Tensor) else f"state {key!r}", state
+        if not isinstance(key, Tensor):
+            yield f"state {key!r}", state  # nothing says which main param it should follow
+            continue
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                yield f"state {name!r} of a parameter", value

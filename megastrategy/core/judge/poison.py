@@ -134,7 +134,9 @@ class PoisonTest:
         except Exception as error:
             raise NotClassifiedError(f"its state_dict() raised {describe_error(error)}") from error
         if lost:
-            raise NotClassifiedError(f"it keeps {lost[0]!r}, which belongs to no parameter: a checkpoint would lose it")
+            raise NotClassifiedError(
+                f"it keeps state {lost[0]!r}, which belongs to no parameter: a checkpoint would lose it"
+            )
         for place, param in self.base.params.items():
             state = self.base.state(place)
             found = [describe_undividable(name, value, tuple(param.shape)) for name, value in state.items()]

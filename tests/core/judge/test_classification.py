@@ -196,7 +196,7 @@ ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
     (CountsMissing, "refused", "a parameter changes where others have no gradient"),
     (InBatches, "refused", PARTS),
     (Noisy, "refused", "an element changes"),
-    (optimizers.KeepsOwn, "refused", "it keeps 'calls', which belongs to no parameter"),
+    (optimizers.KeepsOwn, "refused", "it keeps state 'calls', which belongs to no parameter"),
     (optimizers.SecondDerivatives, "refused", "raised RuntimeError: element 0 of tensors does not require grad"),
     (KeepsFunction, "refused", "its state cannot be saved"),
     (optimizers.NeedsClosure, "refused", "missing 1 required positional argument: 'closure'"),
