@@ -5,7 +5,7 @@ from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
 from .guarded_state import GuardedState, unguarded_state
 from .nested_optimizers import take_back
-from .optimizer_checks import check_optimizer, not_shardable
+from .optimizer_checks import check_optimizer
 from .rank_state import get_rank_state, layout_digest, load_rank_state, weights_digest
 from .sharded_optimizer import ShardedOptimizer
 from .state import MAIN_PARAM
@@ -28,7 +28,6 @@ __all__ = [
     "load_rank_state",
     "load_with_hooks",
     "may_see_shards",
-    "not_shardable",
     "save_with_hooks",
     "split_closure",
     "take_back",
