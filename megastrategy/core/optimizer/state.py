@@ -43,7 +43,7 @@ def local_state(
 
     Args:
         is_saved: whether state of whole parameters is returned as the class saves it.
-        names: of element-wise state; those that trials found by default.
+        names: of element-wise state; those of flat groups by default.
     """
     if not optimizer.has_made_runs:
         return optimizer.pending
