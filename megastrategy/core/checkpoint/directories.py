@@ -97,7 +97,7 @@ def _placed(spec: ParamSpec, value: Any, cut: CutParam | None, is_flat: bool) ->
         return value.joined().view(spec.shape)
     if not is_flat:
         return _of_part(value.joined().as_strided(spec.shape, spec.stride), cut)
-    return FlatShard(value.joined(), value[0][0], spec.shape, spec.stride, cut)
+    return FlatShard([piece for _, piece in value], value[0][0], spec.shape, spec.stride, cut)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A shard is a range of the tensor's elements in memory order. In general that is no box of rows and columns, and the
 format knows only boxes. Cut at the ends of rows, the range falls into at most ``2 * ndim - 1`` boxes, each of them
-contiguous memory of the shard. So shards are written without a copy, and any reader of the format (with a different
+contiguous memory of the shard, unless the optimizer steps it in several runs. So shards are written without a copy, or
+with one of a box at a time, and any reader of the format (with a different
 number of ranks, with FSDP, in one process) finds an ordinary tensor by its parameter's name.
 
 A shard of a tensor-parallel parameter is a range of this rank's part, which is itself a box of the full tensor: the
@@ -12,7 +13,7 @@ shard's boxes begin that many elements further along one dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,20 +67,21 @@ def _with_own_storage(part: Tensor) -> Tensor:
 
 
 class FlatShard(Tensor):
-    """Elements ``[start, start + local.numel())`` of a tensor, in the order of its memory.
+    """Elements ``[start, start + numel)`` of a tensor, in the order of its memory.
 
-    It has the full tensor's shape and strides, ``local``'s dtype and device, and no other element. It can be
+    It has the full tensor's shape and strides, the dtype and device of its pieces, and no other element. It can be
     saved, loaded into, copied and detached; any other operation raises.
 
     Args:
-        local: 1-D; not copied.
+        pieces: 1-D tensors with the elements, one behind the other, or one tensor; not copied.
         start: the position of the first element, in memory order.
         part_shape: the shape of the full tensor, or of this tensor rank's part of it.
         part_stride: the strides of the same, dense.
         cut: the place of that part in the full tensor; None if the part is the full tensor.
     """
 
-    local: Tensor
+    pieces: tuple[Tensor, ...]
+    numel_here: int
     start: int
     part_shape: tuple[int, ...]
     part_stride: tuple[int, ...]
@@ -88,7 +90,7 @@ class FlatShard(Tensor):
     @staticmethod
     def __new__(
         cls,
-        local: Tensor,
+        pieces: Tensor | Sequence[Tensor],
         start: int,
         part_shape: tuple[int, ...],
         part_stride: tuple[int, ...],
@@ -97,11 +99,17 @@ class FlatShard(Tensor):
         shape, stride = part_shape, part_stride
         if cut is not None:  # ranks agree on the full shape, but each may have different strides
             shape, stride = cut.shape, contiguous_stride(cut.shape)
+        pieces = (pieces,) if isinstance(pieces, Tensor) else tuple(pieces)
+        first = pieces[0]
         shard: FlatShard = Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=local.dtype, device=local.device, requires_grad=False
+            cls, shape, strides=stride, dtype=first.dtype, device=first.device, requires_grad=False
         )
-        shard.local, shard.start, shard.cut = local, start, cut
-        shard.part_shape, shard.part_stride = part_shape, part_stride
+        shard.pieces = pieces
+        shard.numel_here = sum(piece.numel() for piece in pieces)
+        shard.start = start
+        shard.part_shape = part_shape
+        shard.part_stride = part_stride
+        shard.cut = cut
         return shard
 
     @classmethod
@@ -111,17 +119,38 @@ class FlatShard(Tensor):
             part = part.contiguous()
         return cls(part.as_strided((part.numel(),), (1,)), 0, tuple(part.shape), part.stride(), cut)
 
+    @property
+    def local(self) -> Tensor:
+        """The elements as one 1-D tensor: a copy if there are several pieces."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
     def as_part(self) -> Tensor:
-        """Returns a complete part in its shape, as a view."""
-        assert self.local.numel() == math.prod(self.part_shape), "a range of it has no shape"
+        """Returns a complete part in its shape; a view of a single piece."""
+        assert self.numel_here == math.prod(self.part_shape), "a range of it has no shape"
         return self.local.as_strided(self.part_shape, self.part_stride)
 
-    def with_local(self, local: Tensor) -> FlatShard:
-        """Returns the same part of the same tensor, with different memory."""
-        return FlatShard(local, self.start, self.part_shape, self.part_stride, self.cut)
+    def map(self, make: Callable[[Tensor], Tensor]) -> FlatShard:
+        """Returns the same part of the same tensor, of which each piece is what ``make`` returns for one here."""
+        return FlatShard(
+            [make(piece) for piece in self.pieces], self.start, self.part_shape, self.part_stride, self.cut
+        )
+
+    def _elements(self, start: int, end: int) -> Tensor:
+        """Returns elements by their numbers in this shard: a view where they are in one piece."""
+        found = []
+        before = 0
+        for piece in self.pieces:
+            low = max(start - before, 0)
+            high = min(end - before, piece.numel())
+            if low < high:
+                found.append(piece[low:high])
+            before += piece.numel()
+        if len(found) == 1:
+            return _with_own_storage(found[0])
+        return torch.cat(found) if found else self.pieces[0][:0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        end = self.start + self.local.numel()
+        end = self.start + self.numel_here
         of = "" if self.cut is None else f"{self.part_shape} at {self.cut.part[0]} of dimension {self.cut.dim} of "
         return f"FlatShard([{self.start}, {end}) of {of}{tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -129,7 +158,7 @@ class FlatShard(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.local)
+        properties = TensorProperties.create_from_tensor(self.pieces[0])
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -150,12 +179,12 @@ class FlatShard(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         order = self._memory_order()
         taken = 0
-        # Boxes are one after the other in local, so counting elements finds each of them.
+        # Boxes are one after the other in memory order, so counting elements finds each of them.
         # An index without an offset means the first one.
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
-                part = _with_own_storage(self.local[taken : taken + numel]).view([sizes[dim] for dim in order])
+                part = self._elements(taken, taken + numel).view([sizes[dim] for dim in order])
                 return part.permute([order.index(dim) for dim in range(len(order))])
             taken += numel
         raise ValueError(f"{self!r} has no part at {index.offset}")
@@ -167,10 +196,10 @@ class FlatShard(Tensor):
         return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
     def _boxes(self) -> list[Box]:
-        """Returns the boxes of the full tensor, in the order of ``local``."""
+        """Returns the boxes of the full tensor, in memory order."""
         order, shape = self._memory_order(), self.part_shape
         back = [order.index(dim) for dim in range(len(order))]
-        in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.local.numel())
+        in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.numel_here)
         first = [0] * len(shape)
         if self.cut is not None:
             first[self.cut.dim] = self.cut.part[0]
@@ -193,12 +222,16 @@ class FlatShard(Tensor):
         # see a part and not know it.
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs.pop("memory_format", None)
-            return shard.with_local(func(shard.local, *args[1:], **kwargs))
+            return shard.map(lambda piece: func(piece, *args[1:], **kwargs))
         if func in (aten.new_empty.default, aten.empty_like.default, aten.zeros_like.default):  # as copying begins
             kwargs.pop("memory_format", None)
-            return shard.with_local(torch.zeros_like(shard.local, **kwargs))
-        if func is aten.copy_.default and isinstance(args[1], FlatShard) and args[1].local.shape == shard.local.shape:
-            shard.local.copy_(args[1].local, **kwargs)
+            return shard.map(lambda piece: torch.zeros_like(piece, **kwargs))
+        if func is aten.copy_.default and isinstance(args[1], FlatShard) and args[1].numel_here == shard.numel_here:
+            source = args[1].local
+            for piece, values in zip(
+                shard.pieces, source.split([piece.numel() for piece in shard.pieces]), strict=True
+            ):
+                piece.copy_(values, **kwargs)
             return shard
         raise NotImplementedError(
             f"{func} of {shard!r}: it is one rank's part of a tensor, to save and to load. Computing with it "

@@ -49,7 +49,7 @@ def copy_to_host(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def _copy(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     """Copies one value, except that the targets in ``pairs`` (source, target) are still to be filled."""
     if isinstance(value, FlatShard):
-        return value.with_local(_copy(value.local, pairs))
+        return value.map(lambda piece: _copy(piece, pairs))
     if isinstance(value, Tensor):
         source = value.detach()
         if devices.is_on_host(source.device) or type(source) is not Tensor or not source.is_contiguous():

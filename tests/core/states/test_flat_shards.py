@@ -69,10 +69,32 @@ def test_shards_of_a_tensor_ranks_parts_fill_the_whole_once(dim: int, num_parts:
     assert torch.equal(seen, whole)
 
 
+@pytest.mark.parametrize("sizes", [(7, 1, 0, 5, 29), (1, 1, 40), (42,)])
+def test_pieces_are_one_range(sizes: tuple[int, ...]) -> None:
+    """As saved, as copied, and as the target of a copy."""
+    whole = torch.arange(8 * 9.0).view(8, 9)
+    pieces = whole.view(-1)[11 : 11 + 42].split(sizes)
+    shard = FlatShard(pieces, 11, (8, 9), (9, 1))
+    seen = torch.full_like(whole, -1)
+    for item in shard.__create_write_items__("weight", shard):
+        chunk = item.tensor_data.chunk
+        slices = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        part = shard.__get_tensor_shard__(item.index)
+        assert part.untyped_storage().nbytes() == part.nbytes
+        seen[slices] = part
+    assert torch.equal(seen.view(-1)[11:53], torch.cat(pieces))
+    assert seen.eq(-1).sum() == 72 - 42
+    copied = torch.zeros_like(shard)
+    assert not copied.local.any()
+    copied.copy_(FlatShard(torch.cat(pieces), 11, (8, 9), (9, 1)))
+    assert torch.equal(copied.local, torch.cat(pieces))
+    assert [piece.numel() for piece in copied.detach().pieces] == list(sizes)
+
+
 def test_computing_with_a_shard_is_refused_by_name() -> None:
     shard = FlatShard(torch.ones(3), 2, (2, 4), (4, 1))
     with pytest.raises(NotImplementedError, match=r"aten.add.*FlatShard\(\[2, 5\) of \(2, 4\).*state_dict\(\)"):
         shard + 1
     copy = shard.clone()
-    copy.local += 1
+    copy.local.add_(1)
     assert shard.local.tolist() == [1, 1, 1]
