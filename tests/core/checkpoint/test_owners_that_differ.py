@@ -40,7 +40,7 @@ def one_weight(make: Callable[[Any], torch.optim.Optimizer], group: ProcessGroup
     """A weight of 96 elements, a part on each of two ranks; the model lives as long as the optimizer."""
     module = nn.Linear(96, 1, bias=False)
     model = DistributedDataParallel(module, process_group=group)
-    return DistributedOptimizer(make(module.parameters()), model)
+    return DistributedOptimizer(make(module.parameters()), model, sharding="flat")
 
 
 def step(optimizer: DistributedOptimizer, gradients: Tensor) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megastrategy.core import OpenDirectory
-from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
 from tests.doors.lightning.test_lightning_tensor_parallel import BATCH_SIZE, assert_close, loader, num_chunks
 from tests.support.comparison import message
@@ -242,7 +241,7 @@ def load_what_does_not_fit(folder: str) -> dict[str, str]:
         if what == "saved":
             accelerator.save_state(folder)
         else:
-            found[what] = message(CheckpointError, lambda accelerator=accelerator: accelerator.load_state(folder))
+            found[what] = message(RuntimeError, lambda accelerator=accelerator: accelerator.load_state(folder))
         for name, value in weights_of(module).items():
             assert torch.equal(value, before[name])
     return found
@@ -250,8 +249,8 @@ def load_what_does_not_fit(folder: str) -> dict[str, str]:
 
 def test_a_directory_that_does_not_fit_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
     for found in worlds.run(load_what_does_not_fit, str(tmp_path), size=4):
-        assert "'embed.weight' has shape (64, 16) there, (64, 8) in the model" in found["mis-sized"]
-        assert "'more.weight' is missing there" in found["missing"]
+        assert "size mismatch for embed.weight" in found["mis-sized"]
+        assert "more.weight" in found["missing"]
 
 
 # --- Transformers ----------------------------------------------------------------------------------------------------
