@@ -152,10 +152,10 @@ class _Targets:
         }
         self._per_element = per_element_keys(_sizes_of_state(directory.metadata, key), _names(optimizer))
         self._cut = _cut_params(optimizer)
-        self._elsewhere_owned: list[tuple[int, str]] = []  # element-wise values that other ranks read
 
     def make(self, place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
-        """Returns the tensor to read into; None if other ranks read all of it."""
+        """Returns the tensor to read into: on meta if other data-parallel ranks own all of it, None for values of
+        parameters that other ranks of the model have."""
         dtype = saved.properties.dtype
         size = tuple(saved.size)
         if place[1] not in ("state", "main_params"):
@@ -173,7 +173,7 @@ class _Targets:
             return torch.empty(size, dtype=dtype, device="cpu")
         return self._of_elements(name, what, size, dtype)
 
-    def _of_elements(self, name: str, what: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    def _of_elements(self, name: str, what: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         index = self._indices.get(name)
         part = self._cut.get(name)
         is_flat = index is not None and self._optimizer.is_flat(index)
@@ -195,8 +195,7 @@ class _Targets:
         spec = layout.params[index]
         owned = layout.owned_range(index, self._optimizer.engine.collectives.rank)
         if owned is None or (owned[0] == owned[1] and spec.numel):
-            self._elsewhere_owned.append((index, what))
-            return None
+            return torch.empty(0, dtype=dtype, device="meta")
         start = owned[0] - layout.slots[index].start
         return FlatShard(
             torch.empty(owned[1] - owned[0], dtype=dtype, device="cpu"), start, spec.shape, spec.stride, part
@@ -215,8 +214,6 @@ class _Targets:
             if name_in_model(name) in main_params
         }
         local: LocalState = {}
-        for index, what in self._elsewhere_owned:
-            local.setdefault(index, {})[what] = Parts()
         for name, index in self._indices.items():
             values = states.pop(name, {})
             if specs[index].has_main_param and name in main_params:
@@ -247,7 +244,10 @@ def _shaped(value: Any) -> Any:
 
 
 def _as_local(spec: ParamSpec, what: str, value: Any, is_flat: bool) -> Any:
-    """Returns a value that was read, in the dtype that torch's ``load_state_dict`` gives it."""
+    """Returns a value that was read, in the dtype that torch's ``load_state_dict`` gives it; no parts of one on meta,
+    which other ranks own."""
+    if isinstance(value, Tensor) and value.is_meta:
+        return Parts()
     if isinstance(value, FlatShard) and is_flat:
         return Parts([(value.start, value.local.to(state.loaded_dtype(spec, what, value.dtype)))])
     value = _shaped(value)
