@@ -44,8 +44,8 @@ def save_directory(
 
     from .writers import PlannerInOrder, make_writer
 
-    with HeldSignals() as held:
-        writer = make_writer(path, extra, held, is_apart)
+    with HeldSignals() as signals:
+        writer = make_writer(path, extra, signals, is_apart)
         group = None if collectives is None else collectives.group
         try:
             with _failures_named(path), warnings.catch_warnings():
@@ -53,7 +53,7 @@ def save_directory(
                 save(
                     state,
                     storage_writer=writer,
-                    planner=PlannerInOrder(held),
+                    planner=PlannerInOrder(signals),
                     process_group=group,
                     no_dist=collectives is None,
                 )
@@ -73,13 +73,13 @@ class BackgroundSave:
 
         from .writers import PlannerInOrder, make_writer
 
-        held = HeldSignals()  # not entered: Python delivers no signals to threads
+        signals = HeldSignals()  # not entered: Python delivers no signals to threads
         self._path = path
-        self._writer = make_writer(path, to_host(extra), held, is_apart=False)
+        self._writer = make_writer(path, to_host(extra), signals, is_apart=False)
         self._future = cast(
             Future[Any],
             async_save(
-                state, storage_writer=self._writer, planner=PlannerInOrder(held), process_group=collectives.group
+                state, storage_writer=self._writer, planner=PlannerInOrder(signals), process_group=collectives.group
             ),
         )
         self._actions: list[Callable[[], None]] = []

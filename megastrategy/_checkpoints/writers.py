@@ -31,11 +31,13 @@ from .held_signals import HeldSignals
 from .paths import check_replaceable, reason_of, remove_path, removed_name, replace_path, sync_directory
 
 
-def make_writer(path: Directory, extra: dict[str, Any], held: HeldSignals, is_apart: bool) -> DiskWriter | StoreWriter:
+def make_writer(
+    path: Directory, extra: dict[str, Any], signals: HeldSignals, is_apart: bool
+) -> DiskWriter | StoreWriter:
     """Returns the writer of one directory, for one save; the arguments are those of ``save_directory``."""
     if isinstance(path, RemoteDirectory):
-        return StoreWriter(path, extra, held)
-    return DiskWriter(path, extra, held, is_apart)
+        return StoreWriter(path, extra, signals)
+    return DiskWriter(path, extra, signals, is_apart)
 
 
 class DiskWriter(FileSystemWriter):
@@ -44,11 +46,11 @@ class DiskWriter(FileSystemWriter):
     An older checkpoint of that name exists until then. If ``is_apart``, every rank writes at its own path at once.
     """
 
-    def __init__(self, target: Path, extra: dict[str, Any], held: HeldSignals, is_apart: bool) -> None:
+    def __init__(self, target: Path, extra: dict[str, Any], signals: HeldSignals, is_apart: bool) -> None:
         super().__init__(target if is_apart else target.with_name(f".{target.name}.incomplete"))
         self._target = target
         self._extra = extra
-        self._held = held
+        self._signals = signals
         self._is_apart = is_apart
         self._has_directory = False
 
@@ -62,7 +64,7 @@ class DiskWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._held.deliver()
+        self._signals.deliver()
         if not self._is_apart:
             self._make_directory()
         return super().prepare_global_plan(plans)
@@ -79,7 +81,7 @@ class DiskWriter(FileSystemWriter):
             return super().write_data(*arguments)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._held.deliver()
+        self._signals.deliver()
         with _reported_by_the_system():
             super().finish(metadata, results)
             write_synced(self._extra, Path(self.path) / EXTRA_FILE)
@@ -99,13 +101,13 @@ class DiskWriter(FileSystemWriter):
 class StoreWriter(FsspecWriter):
     """Writes a directory in an object store; see remote_directory's [Note: complete without a rename]."""
 
-    def __init__(self, directory: RemoteDirectory, extra: dict[str, Any], held: HeldSignals) -> None:
+    def __init__(self, directory: RemoteDirectory, extra: dict[str, Any], signals: HeldSignals) -> None:
         # An object exists when its put returns. With sync_files torch would sync every disk of the machine, since an
         # object has no file descriptor.
         super().__init__(directory.url, sync_files=False)
         self._directory = directory
         self._extra = extra
-        self._held = held
+        self._signals = signals
 
     def stage(self, state_dict: Any) -> Any:
         """Copies the state to host memory, for a save in the background."""
@@ -115,7 +117,7 @@ class StoreWriter(FsspecWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._held.deliver()
+        self._signals.deliver()
         self._directory.prepare()
         return super().prepare_global_plan(plans)
 
@@ -125,7 +127,7 @@ class StoreWriter(FsspecWriter):
         Raises:
             FileNotFoundError: if the parts of some rank are not in the store that this rank reaches.
         """
-        self._held.deliver()
+        self._signals.deliver()
         places = [result.storage_data for of_rank in results for result in of_rank]
         # A rank may reach another store, or another view of it with other credentials, which only this check finds.
         missing = describe_missing_file(places, self._directory.sizes().get)
@@ -152,9 +154,9 @@ class PlannerInOrder(DefaultSavePlanner):
     torch's own order begins with the last rank's names, which lack those that only the first rank writes.
     """
 
-    def __init__(self, held: HeldSignals) -> None:
+    def __init__(self, signals: HeldSignals) -> None:
         super().__init__()
-        self._held = held
+        self._signals = signals
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -165,7 +167,7 @@ class PlannerInOrder(DefaultSavePlanner):
         return plans, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        self._held.deliver()
+        self._signals.deliver()
         return super().resolve_data(write_item)
 
 

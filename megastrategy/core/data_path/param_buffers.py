@@ -125,10 +125,11 @@ class ParamBuffers:
         if chunk is None:
             return slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
         start = slot.start - chunk.start
-        known = self._chunks.get(chunk.name)
-        if known is None:
-            known = self._chunks[chunk.name] = slice_storage(flat, start, chunk.numel)
-        return _in_chunk(flat, known, chunk, spec.shape)
+        storage = self._chunks.get(chunk.name)
+        if storage is None:
+            storage = slice_storage(flat, start, chunk.numel)
+            self._chunks[chunk.name] = storage
+        return _in_chunk(flat, storage, chunk, spec.shape)
 
 
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:

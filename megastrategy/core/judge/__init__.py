@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded: copies of them step small tensors, of which some gradients are poisoned.
+"""Which optimizers may be sharded: copies of them step small tensors, some of them with poisoned gradients.
 
 ``GroupClasses`` decides for each group: one whose update is element-wise is stepped as flat shards, one that steps each
 parameter by itself as whole parameters by their owners; any other one is refused.

@@ -89,23 +89,23 @@ def classify(
         device, dtype: of the tensors that it will step.
         sharding: for groups without an entry of that name. What is not "auto" is not tested.
     """
-    told = {number: sharding_of(group, sharding) for number, group in enumerate(optimizer.param_groups)}
-    found: dict[int, GroupClass] = {}
+    shardings = {number: sharding_of(group, sharding) for number, group in enumerate(optimizer.param_groups)}
+    classes: dict[int, GroupClass] = {}
     for number, group in enumerate(optimizer.param_groups):
         names = _remembered_names(optimizer, group)
-        if (told[number] == "auto" and names is not None) or told[number] == "flat":
-            found[number] = GroupClass("flat", element_names=names)
-        elif told[number] == "whole":
-            found[number] = GroupClass("whole", element_names=None)
-    unknown = [number for number in told if number not in found]
+        if (shardings[number] == "auto" and names is not None) or shardings[number] == "flat":
+            classes[number] = GroupClass("flat", element_names=names)
+        elif shardings[number] == "whole":
+            classes[number] = GroupClass("whole", element_names=None)
+    unknown = [number for number in shardings if number not in classes]
     if unknown:
         try:
             check_identity(optimizer)
             with isolated(device):
-                found |= _test(optimizer, unknown, device, dtype)
+                classes |= _test(optimizer, unknown, device, dtype)
         except NotClassifiedError as error:
-            found |= {number: GroupClass("refused", str(error)) for number in unknown}
-    return [found[number] for number in sorted(found)]
+            classes |= {number: GroupClass("refused", str(error)) for number in unknown}
+    return [classes[number] for number in sorted(classes)]
 
 
 def _remembered_names(optimizer: Optimizer, group: Mapping[str, Any]) -> frozenset[str] | None:
@@ -158,9 +158,9 @@ def _kept_by(test: PoisonTest, group: int) -> tuple[frozenset[str], dict[int, in
     for place, param in test.base.params.items():
         if place[0] == group:
             state = test.base.state(place)
-            kept = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape}
-            num_kept[param.dim()] = max(num_kept.get(param.dim(), 0), len(kept))
-            names |= kept if param.dim() else set()
+            shaped = [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape]
+            num_kept[param.dim()] = max(num_kept.get(param.dim(), 0), len(shaped))
+            names.update(shaped if param.dim() else ())
     return frozenset(names), num_kept
 
 

@@ -62,10 +62,10 @@ class Run:
         """Returns all that belongs to one tensor; of tensors of its size the elements ``where``."""
         numel = self.params[place].numel()
         state = sorted(self.state(place).items(), key=lambda item: str(item[0]))
-        found = leaves([self.params[place], *(mode[place] for mode in self.modes), state])
+        values = leaves([self.params[place], *(mode[place] for mode in self.modes), state])
         return [
             value.detach().reshape(-1)[where] if isinstance(value, Tensor) and value.numel() == numel else value
-            for value in found
+            for value in values
         ]
 
     def kept_elsewhere(self) -> list[Any]:
@@ -79,8 +79,8 @@ class Run:
 
 def attributes_of(optimizer: Optimizer) -> list[str]:
     """Returns the names of the attributes beside groups, state, hooks and a scheduler's wrapper of ``step``."""
-    known = ("param_groups", "state", "defaults", "step")
-    return [name for name in vars(optimizer) if name not in known and not name.endswith("_hooks")]
+    of_torch = ("param_groups", "state", "defaults", "step")
+    return [name for name in vars(optimizer) if name not in of_torch and not name.endswith("_hooks")]
 
 
 class Copies:

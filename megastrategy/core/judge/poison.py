@@ -139,10 +139,10 @@ class PoisonTest:
             )
         for place, param in self.base.params.items():
             state = self.base.state(place)
-            found = [describe_undividable(name, value, tuple(param.shape)) for name, value in state.items()]
+            problems = [describe_undividable(name, value, tuple(param.shape)) for name, value in state.items()]
             if state and state.keys() not in names:
-                found.append(f"state that its state_dict() has under other names than {sorted(map(str, state))}")
-            for reason in filter(None, found):
+                problems.append(f"state that its state_dict() has under other names than {sorted(map(str, state))}")
+            for reason in filter(None, problems):
                 self.reasons[place[0]] = [f"it keeps {reason}"]
             if any(isinstance(item, Parameter) for item in leaves(state)):
                 raise NotClassifiedError("it keeps parameters in its state, which a checkpoint would copy")
@@ -190,22 +190,22 @@ class PoisonTest:
         """Returns the groups in which something changes where ``poisoned`` is false."""
         clean = {place: ~mask.reshape(-1) for place, mask in poisoned.items()}
         try:
-            found = self._differing(self.base, self._run(poisoned, _other_numbers), clean)
+            groups = self._differing(self.base, self._run(poisoned, _other_numbers), clean)
         except StoppedError:
             raise
         except NotClassifiedError:
             return {number for number, _ in self._inputs}
         try:
             huge = self._run(poisoned, _huge_numbers)
-            found |= self._differing(self.base, huge, clean)
+            groups |= self._differing(self.base, huge, clean)
             # What is itself infinite or NaN may look at others only then: these get other numbers now, or none.
             reverse = self._run(poisoned, _huge_numbers, _other_numbers)
-            found |= self._differing(huge, reverse, {place: ~mask for place, mask in clean.items()}, are_clean=False)
+            groups |= self._differing(huge, reverse, {place: ~mask for place, mask in clean.items()}, are_clean=False)
         except StoppedError:
             raise
         except NotClassifiedError:  # an SVD raises for infinite numbers
-            return found
-        return found
+            return groups
+        return groups
 
     def _run(
         self,
@@ -222,7 +222,7 @@ class PoisonTest:
     def _differing(
         self, one: Run, other: Run, where: Mapping[Place, Tensor | slice], *, are_clean: bool = True
     ) -> set[int]:
-        """Returns the groups of which two runs have other elements ``where``; all, if they keep something else."""
+        """Returns the groups in which two runs differ in the elements ``where``; all, if they keep something else."""
         if are_clean and not same(one.kept_elsewhere(), other.kept_elsewhere()):
             return set(self.reasons)
         return {
@@ -235,12 +235,12 @@ class PoisonTest:
         """Compares two ranks, each with its parts: pieces of flat groups, every second parameter of whole ones."""
         while True:
             levels = {number: len(reasons) for number, reasons in self.reasons.items()}
-            found: dict[int, str] = {}
+            reasons: dict[int, str] = {}
             for rank in (0, 1):
-                found |= self._differing_on_rank(rank, levels)
-            if not found:
+                reasons |= self._differing_on_rank(rank, levels)
+            if not reasons:
                 return
-            for number, reason in found.items():
+            for number, reason in reasons.items():
                 self.reasons[number].append(reason)
 
     def _differing_on_rank(self, rank: int, levels: Mapping[int, int]) -> dict[int, str]:
@@ -287,7 +287,7 @@ def _other_numbers(values: Tensor) -> Tensor:
 
 
 def _huge_numbers(values: Tensor) -> Tensor:
-    """Returns values of which some are 1e30 in every third step, others infinite or NaN in another step: what is finite
+    """Replaces some values by 1e30 in every third step, others by infinity or NaN in another step: what is finite
     afterwards shows whether an infinite or missing number was replaced by one that other elements decide."""
     changed = values.clone()
     kinds = _index(values[0]) // 7 % 3

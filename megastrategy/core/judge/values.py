@@ -76,7 +76,8 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _same_leaf(one: Any, other: Any) -> bool:
     if type(one).__module__ == "numpy":
-        one, other = (torch.as_tensor(value) if hasattr(value, "dtype") else value for value in (one, other))
+        one = torch.as_tensor(one) if hasattr(one, "dtype") else one
+        other = torch.as_tensor(other) if hasattr(other, "dtype") else other
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _same_tensor(one, other)
     if type(one) is not type(other):
@@ -88,7 +89,8 @@ def _same_tensor(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.is_floating_point() and one.dtype.itemsize == 1:  # torch cannot compare these
-        one, other = one.view(torch.uint8), other.view(torch.uint8)
+        one = one.view(torch.uint8)
+        other = other.view(torch.uint8)
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 

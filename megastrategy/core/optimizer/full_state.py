@@ -1,6 +1,6 @@
 """An optimizer's state in torch's format: full-shaped, by number, in host memory, on the rank that saves.
 
-Ranks report to each other which state they have, so that no value is saved of which a part was never computed. Then
+Ranks report to each other which state they have, so that no value is saved if a part of it was never computed. Then
 :func:`~..states.redistribute_state` sends the elements, and :func:`~..states.gather_states` the state of whole
 parameters. Loading cuts it for this rank.
 """

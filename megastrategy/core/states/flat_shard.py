@@ -130,24 +130,24 @@ class FlatShard(Tensor):
         return self.local.as_strided(self.part_shape, self.part_stride)
 
     def map(self, make: Callable[[Tensor], Tensor]) -> FlatShard:
-        """Returns the same part of the same tensor, of which each piece is what ``make`` returns for one here."""
+        """Returns the same part of the same tensor, with ``make(piece)`` in place of each piece."""
         return FlatShard(
             [make(piece) for piece in self.pieces], self.start, self.part_shape, self.part_stride, self.cut
         )
 
     def _elements(self, start: int, end: int) -> Tensor:
         """Returns elements by their numbers in this shard: a view where they are in one piece."""
-        found = []
+        views = []
         before = 0
         for piece in self.pieces:
             low = max(start - before, 0)
             high = min(end - before, piece.numel())
             if low < high:
-                found.append(piece[low:high])
+                views.append(piece[low:high])
             before += piece.numel()
-        if len(found) == 1:
-            return _with_own_storage(found[0])
-        return torch.cat(found) if found else self.pieces[0][:0]
+        if len(views) == 1:
+            return _with_own_storage(views[0])
+        return torch.cat(views) if views else self.pieces[0][:0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.numel_here

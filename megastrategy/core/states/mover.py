@@ -69,17 +69,17 @@ def redistribute_state(
     sent: LocalState = {index: {key: Parts() for key in of_param} for index, of_param in dtypes.items()}
     for dtype, entries in sorted(entries_by_dtype.items(), key=lambda pair: str(pair[0])):
         starts = list(itertools.accumulate((numel_of(index) for index, _ in entries), initial=0))
-        held: list[list[Range]] = [[] for _ in range(ranks.size)]
-        wanted: list[list[Range]] = [[] for _ in range(ranks.size)]
+        before: list[list[Range]] = [[] for _ in range(ranks.size)]
+        after: list[list[Range]] = [[] for _ in range(ranks.size)]
         parts: list[tuple[int, Tensor]] = []
         for (index, key), first in zip(entries, starts, strict=False):
-            for ranges, owners in ((held, owned_before), (wanted, owned_after)):
+            for ranges, owners in ((before, owned_before), (after, owned_after)):
                 for rank, start, end in owners(index):
                     if start < end:
                         ranges[rank].append((first + start, first + end))
             parts += [(first + start, values) for start, values in local.get(index, {}).get(key, ())]
-        values = redistribute(_reader(parts), held, wanted, ranks, dtype, device, onto_host=onto_host, end=starts[-1])
-        for (start, _), value in zip(wanted[ranks.rank], values, strict=True):
+        values = redistribute(_reader(parts), before, after, ranks, dtype, device, onto_host=onto_host, end=starts[-1])
+        for (start, _), value in zip(after[ranks.rank], values, strict=True):
             place = bisect.bisect_right(starts, start) - 1
             index, key = entries[place]
             sent[index][key].append((start - starts[place], value))
@@ -105,8 +105,8 @@ def _reader(parts: Sequence[tuple[int, Tensor]]) -> Callable[[int, int], Tensor]
 
 def redistribute(
     read: Callable[[int, int], Tensor],
-    held: Sequence[Ranges],
-    wanted: Sequence[Ranges],
+    before: Sequence[Ranges],
+    after: Sequence[Ranges],
     ranks: Collectives,
     dtype: torch.dtype,
     device: torch.device,
@@ -114,34 +114,34 @@ def redistribute(
     onto_host: bool = False,
     end: int = 0,
 ) -> list[Tensor]:
-    """Returns the ranges that this rank wants, each as a 1-D tensor. Collective.
+    """Returns the ranges that this rank gets, each as a 1-D tensor. Collective.
 
     Args:
-        read: returns the elements ``[start, end)`` of one held range of this rank, 1-D.
-        held: by rank, its ranges: sorted, each address at most once on all ranks together.
-        wanted: by rank, its ranges: sorted, disjoint, and all of them held. Several ranks may want an address.
+        read: returns the elements ``[start, end)`` of one range that this rank has before, 1-D.
+        before: by rank, the ranges that it has: sorted, each address at most once on all ranks together.
+        after: by rank, the ranges that it gets: sorted, disjoint, and there before. Several ranks may get an address.
         onto_host: whether the result is in host memory; the device then needs memory for one round.
-        end: rounds take place up to this address, wanted or not: ranks of other instances, or with other experts, have
-            to start as many collectives.
+        end: rounds take place up to this address, whether ranks get elements or not: ranks of other instances, or
+            with other experts, have to start as many collectives.
     """
-    mine = wanted[ranks.rank]
+    mine = after[ranks.rank]
     place = torch.device("cpu") if onto_host else device
     results = [torch.empty(end - start, dtype=dtype, device=place) for start, end in mine]
     empty = torch.empty(0, dtype=dtype, device=device)
-    last = max((ranges[-1][1] for ranges in wanted if ranges), default=0)
+    last = max((ranges[-1][1] for ranges in after if ranges), default=0)
     last = max(last, end)
     for start in range(0, last, ROUND_NUMEL):
         window = [(start, start + ROUND_NUMEL)]
-        wanted_now = [intersect(ranges, window) for ranges in wanted]
-        if any(wanted_now) or start < end:
-            _send_round(read, held, wanted_now, mine, results, ranks, empty, onto_host)
+        in_round = [intersect(ranges, window) for ranges in after]
+        if any(in_round) or start < end:
+            _send_round(read, before, in_round, mine, results, ranks, empty, onto_host)
     return results
 
 
 def _send_round(
     read: Callable[[int, int], Tensor],
-    held: Sequence[Ranges],
-    wanted: Sequence[Ranges],
+    before: Sequence[Ranges],
+    after: Sequence[Ranges],
     mine: Ranges,
     results: Sequence[Tensor],
     ranks: Collectives,
@@ -161,12 +161,12 @@ def _send_round(
             torch._foreach_copy_(places, list(parts))
 
     peers = [rank for rank in range(ranks.size) if rank != ranks.rank]
-    local = intersect(held[ranks.rank], wanted[ranks.rank])
+    local = intersect(before[ranks.rank], after[ranks.rank])
     write(local, [read(start, end) for start, end in local])
     if not peers:
         return
-    sent = {rank: intersect(held[ranks.rank], wanted[rank]) for rank in peers}
-    received = {rank: intersect(held[rank], wanted[ranks.rank]) for rank in peers}
+    sent = {rank: intersect(before[ranks.rank], after[rank]) for rank in peers}
+    received = {rank: intersect(before[rank], after[ranks.rank]) for rank in peers}
     parts = [read(start, end).to(empty) for ranges in sent.values() for start, end in ranges]
     packed = torch.cat(parts) if parts else empty
     del parts

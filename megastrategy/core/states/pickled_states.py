@@ -63,15 +63,15 @@ def gather_states(
             return
         starts = list(itertools.accumulate(sizes, initial=0))
         ranges = [(start, end) for start, end in itertools.pairwise(starts) if start < end]
-        held = [[(start, end)] if start < end else [] for start, end in itertools.pairwise(starts)]
-        wanted = [ranges if is_receiver else [] for is_receiver in receives]
+        before = [[(start, end)] if start < end else [] for start, end in itertools.pairwise(starts)]
+        after = [ranges if is_receiver else [] for is_receiver in receives]
         first = starts[ranks.rank]
         sent = torch.frombuffer(data or bytearray(1), dtype=torch.uint8)
 
         def read(start: int, end: int, sent: Tensor = sent, first: int = first) -> Tensor:
             return sent[start - first : end - first]
 
-        for received in redistribute(read, held, wanted, ranks, torch.uint8, device, onto_host=True):
+        for received in redistribute(read, before, after, ranks, torch.uint8, device, onto_host=True):
             yield from unpacked(bytes_of(received))
 
 
