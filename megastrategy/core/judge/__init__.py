@@ -4,7 +4,7 @@
 parameter by itself as whole parameters by their owners; any other one is refused.
 """
 
-from .classification import Sharding
+from .classification import Sharding, sharding_of
 from .element_state import describe_undividable, is_per_element
 from .group_classes import GroupClasses
 from .identity import check_fp32_state, check_main_param_steps
@@ -18,4 +18,5 @@ __all__ = [
     "check_main_param_steps",
     "describe_undividable",
     "is_per_element",
+    "sharding_of",
 ]

@@ -6,7 +6,14 @@ import torch
 
 from ..data_path import Engine
 from ..errors import OptimizerNotShardableError
-from ..judge import GroupClasses, NotClassifiedError, Sharding, check_fp32_state, check_main_param_steps
+from ..judge import (
+    GroupClasses,
+    NotClassifiedError,
+    Sharding,
+    check_fp32_state,
+    check_main_param_steps,
+    sharding_of,
+)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine, sharding: Sharding) -> GroupClasses | None:
@@ -14,7 +21,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine, sharding: 
 
     Raises:
         OptimizerNotShardableError: if it cannot step shards, parts, main params or dense gradients.
+        ValueError: for an unknown word in ``sharding``, also where nothing is divided, as on one rank.
     """
+    for group in optimizer.param_groups:
+        sharding_of(group, sharding)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise OptimizerNotShardableError(
             "SparseAdam steps sparse gradients only, and here gradients are dense, sharded or not: sparse ones are "

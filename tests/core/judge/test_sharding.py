@@ -80,7 +80,8 @@ def test_groups_are_divided_as_the_user_says(argument: Any, entries: Any, num_wh
     run_ranks(2, run)
 
 
-def test_an_unknown_word_is_refused() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unknown_word_is_refused(size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = wrap(module, group)
@@ -93,4 +94,4 @@ def test_an_unknown_word_is_refused() -> None:
                 DistributedOptimizer(optimizer, model, sharding=argument)  # type: ignore[arg-type]
         model.close()
 
-    run_ranks(2, run)
+    run_ranks(size, run)
