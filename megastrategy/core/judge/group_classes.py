@@ -81,21 +81,26 @@ class GroupClasses:
         new = [number for number in new if not self._is_known(number)]
         if not new:
             return
-        again = object.__new__(type(self._optimizer))
-        again.__dict__.update(self._optimizer.__dict__)
-        again.param_groups = [
-            {**self._first[number], **self._set_later(number), "params": group["params"]}
-            if number < len(self._classes) and self._classes[number].is_tested
-            else group
-            for number, group in enumerate(groups)
-        ]
-        classes = classify(again, self._device, self._dtype, self._sharding)
+        optimizer = self._as_first_seen() if self._classes else self._optimizer
+        classes = classify(optimizer, self._device, self._dtype, self._sharding)
         self._check(new, classes)
         for number in new:
             if number < len(self._first):
                 self._known.add((number, kind(self._set_later(number))))
             else:
                 self._begin(groups[number], classes[number])
+
+    def _as_first_seen(self) -> Optimizer:
+        """Returns the optimizer with options as when a group was first seen, but those that were set since."""
+        again = object.__new__(type(self._optimizer))
+        again.__dict__.update(self._optimizer.__dict__)
+        again.param_groups = [
+            {**self._first[number], **self._set_later(number), "params": group["params"]}
+            if number < len(self._classes) and self._classes[number].is_tested
+            else group
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        return again
 
     def _begin(self, group: Mapping[str, Any], found: GroupClass) -> None:
         number = len(self._classes)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
-from megastrategy.core.judge import NotClassifiedError, check_main_param_steps
+from megastrategy.core.judge import GroupClasses, NotClassifiedError, check_main_param_steps
 from megastrategy.core.judge.classification import classify
 from tests.support.models import two_layers
 from tests.support.optimizers import DistanceInGroup, InBlocks, KeepsOwn, Lamb, LookAhead, NeedsClosure, Simple
@@ -139,6 +139,31 @@ def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> No
         assert "another optimizer, in its attribute 'base'" in reason
         assert "Use that SGD itself" in reason
     assert bool((params[0] == 1).all())
+
+
+class Delegates(torch.optim.Optimizer):
+    """Has no groups of its own, as some wrappers have: they are a property that cannot be set."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.defaults = base.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_an_optimizer_whose_groups_are_anothers_is_refused_by_name() -> None:
+    base = torch.optim.SGD([Parameter(torch.ones(4, 4))], lr=0.1)
+    with pytest.raises(NotClassifiedError, match=r"another optimizer, in its attribute 'base'.*Use that SGD itself"):
+        GroupClasses(Delegates(base), CPU, torch.float32, "auto")
 
 
 @pytest.mark.parametrize("kind", [InBlocks, Lamb, DistanceInGroup, KeepsOwn])
