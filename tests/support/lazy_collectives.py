@@ -10,7 +10,8 @@ flight changes no bit. Here each is seen:
 - What the contract leaves undefined is overwritten with poison: NaN, or 0xAB in each byte. Of a reduction that is
   everything, of a gather the others' parts, of a broadcast everything but on rank 0.
 - The result is written over the poison at the wait, and nothing but the result: the rest of a reduce-scattered
-  tensor stays poison.
+  tensor stays poison. A backend leaves partial sums there. Sums of zeros are zeros, so zeros are no poison: the padding
+  between parameters is sent with the next reduction as it is.
 - Until then the memory must not change: a write would be a write into a transfer.
 - The memory is known by a weak reference, so that its owner is seen to let go of it in flight.
 
@@ -117,6 +118,14 @@ class Memory(Span):
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         assert storage is not None, "looked at before"
         return torch.empty(0, dtype=dtype).set_(storage, offset, (numel,))
+
+
+class PartialSums(Memory):
+    """Memory in which a reduction may leave sums of some ranks' elements."""
+
+    def poison(self) -> None:
+        sums = self.tensor()
+        sums.masked_fill_(sums != 0, float("nan"))
 
 
 Copies = Sequence[tuple[Memory, Tensor]]
@@ -322,14 +331,14 @@ class LazyCollectives(Collectives):
             sent = tensor.detach().clone()
             own, result = (whole.chunk(self.size)[self.rank] for whole in (tensor, sent))
             handle = self.real.reduce_scatter(sent, scale)
-            return self._launched("reduce-scatter", handle, [(Memory(own), result)], [Memory(tensor)])
+            return self._launched("reduce-scatter", handle, [(Memory(own), result)], [PartialSums(tensor)])
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         with own_work():
             sent, total = tensor.detach().clone(), sums.detach().clone()
             handle = self.real.reduce_scatter_into(total, sent, scale)
             memory = Memory(sums)
-            return self._launched("reduce-scatter", handle, [(memory, total)], [memory, Memory(tensor)])
+            return self._launched("reduce-scatter", handle, [(memory, total)], [memory, PartialSums(tensor)])
 
     def all_gather(self, tensor: Tensor) -> Handle:
         with own_work():

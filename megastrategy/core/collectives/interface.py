@@ -209,14 +209,14 @@ class Collectives(ABC):
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         """Replaces the rank-th of ``size`` equal parts of ``tensor`` by the sum over ranks of ``scale *`` that part.
 
-        The rest of ``tensor`` is undefined."""
+        The rest of ``tensor`` is undefined, except for elements that are zero on all ranks, which stay zero."""
 
     @abstractmethod
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float) -> Handle:
         """Adds the result of :meth:`reduce_scatter` for this rank's part of ``tensor`` to ``sums``.
 
         It is computed in the dtype of ``sums`` and in the order of the ranks. ``tensor`` is sent as it is, and
-        undefined afterwards."""
+        undefined afterwards, except for zeros, which stay zero."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:

@@ -103,7 +103,10 @@ class PooledBucket(Bucket):
 
     def launch(self) -> None:
         emit(self._listener, EventKind.REDUCE_START, self.plan.index)
-        self._handles = []
+        if self._handles:
+            # A launch that raised has left pieces in flight, which add to the same memory.
+            Handles(self._handles).wait()
+            self._finish_pieces()
         for piece in self._pieces:
             numel = sum(piece.sizes)
             staged = self._pool.take(numel, self._wire_dtype, self._staging_nbytes, self._listener)
@@ -135,6 +138,9 @@ class PooledBucket(Bucket):
 
     def wait(self) -> None:
         super().wait()
+        self._finish_pieces()
+
+    def _finish_pieces(self) -> None:
         self._pool.finish(self._handles)
         self._handles = []
 

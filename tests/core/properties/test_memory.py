@@ -100,6 +100,7 @@ def test_tensors_held_equal_the_formula_to_the_byte(
     assert least <= total_state <= least + of_state * (size // shares) * (padding if shares > 1 else 0)
 
 
+@pytest.mark.real_collectives("counts memory, and lazy ones copy what they send")
 @pytest.mark.parametrize("size", [1, 2])
 def test_first_backward_needs_weights_and_gradients_twice(size: int) -> None:
     """In a backward with hardly any activations: what it made, beside the weights that were there."""
