@@ -61,7 +61,7 @@ test: lint  ## lint, types and the suite, sampled where a test has many cases: b
 
 ENGINE := tests/core --ignore tests/core/checkpoint
 DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabric/test_fabric.py \
-  tests/doors/fabric/test_fabric_precision.py tests/doors/accelerate/test_accelerate.py
+  tests/doors/accelerate/test_accelerate.py
 nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[nightly]'
 	@rm -rf megastrategy.egg-info

@@ -17,6 +17,7 @@ MODES = {
     "reduce-scatter": {"use_distributed_optimizer": True},
     "all-reduce": {"use_distributed_optimizer": False},
 }
+REDUCE_SCATTER, ALL_REDUCE = MODES["reduce-scatter"], MODES["all-reduce"]
 
 
 @dataclasses.dataclass(frozen=True)

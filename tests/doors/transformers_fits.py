@@ -14,20 +14,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-from tests.doors.transformers.test_accelerate_transformers import (
-    LENGTH,
-    NUM_LABELS,
-    NUM_TOKENS,
-    make_bert,
-    make_gpt2,
-    make_lora,
-)
 
 from ..support.data_path import kept_numel
 from .accelerate_loops import weights_of
 
+NUM_TOKENS, LENGTH, NUM_LABELS = 31, 12, 3
 NUM_SAMPLES = 43
 """Of two a rank: 11 batches on two ranks, the last one filled up; in threes 3, 3, 3 and 2 of them."""
 
@@ -51,7 +42,6 @@ class Run:
         weights: the module's.
         seen: what the callback was called with, by name and step.
         best: the checkpoint that was loaded in the end.
-        frames: how many Python functions were compiled, where that was asked for.
         optimizer: the class inside of accelerate's, and how many elements of state (except for counters) this rank has.
     """
 
@@ -60,29 +50,48 @@ class Run:
     weights: dict[str, Tensor]
     seen: list[tuple[str, int]]
     best: str = ""
-    frames: int = dataclasses.field(default=0, compare=False)
     optimizer: tuple[str, int] = dataclasses.field(default=("", 0), compare=False)
 
 
-class Plain(nn.Module):
-    """A module that is not transformers': what a Trainer needs is a loss among the outputs. Compiled in no time."""
+def make_bert(dropout: float = 0.1) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Embedding(NUM_TOKENS, 20)
-        self.head = nn.Linear(20, NUM_TOKENS)
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=NUM_TOKENS,
+        hidden_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=28,
+        max_position_embeddings=LENGTH,
+        num_labels=NUM_LABELS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForSequenceClassification(config)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.embed(input_ids)))
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+def make_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=NUM_TOKENS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def make_lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(make_gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain,
     "bert": make_bert,
     "bert without dropout": functools.partial(make_bert, 0.0),
     "gpt2": make_gpt2,
+    "gpt2 in bf16": lambda: make_gpt2().bfloat16(),
     "lora": make_lora,
 }
 
@@ -121,11 +130,6 @@ def accelerators_of(name: str, mode: dict[str, Any]) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _run_out(memory: int | None, ends_in: str, where: str, inputs: Any) -> None:
-    if where == ends_in and memory is not None and len(inputs["input_ids"]) > memory:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-
 def make_trainer(
     folder: Path,
     *,
@@ -133,7 +137,6 @@ def make_trainer(
     samples: int = NUM_SAMPLES,
     inf_on: tuple[int, int] | None = None,
     memory: int | None = None,
-    ends_in: str = "forward",
     callbacks: tuple[Any, ...] = (),
     **arguments: Any,
 ) -> Any:
@@ -144,8 +147,7 @@ def make_trainer(
         model: which.
         samples: to train on.
         inf_on: (rank, step) with an infinite loss.
-        memory: of samples a batch, that is; with more of them training runs out of it.
-        ends_in: where it does: "forward", "begin" (of a training step), "backward" or "second step".
+        memory: of samples a batch; with more of them a forward runs out of it.
         callbacks: more than the one that keeps what it saw.
         arguments: of TrainingArguments. ``fp16``, which accelerate leaves alone on a CPU, gets its scaler and autocast.
     """
@@ -173,17 +175,11 @@ def make_trainer(
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-            run_out("forward", inputs)
+            if memory is not None and len(inputs["input_ids"]) > memory:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
             here = (self.args.process_index, self.state.global_step) == inf_on and self.model.training
             return loss * float("inf") if here else loss
 
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            run_out(("begin", "second step")[min(self.state.global_step, 1)], inputs)
-            loss = super().training_step(model, inputs, *args, **kwargs)
-            run_out("backward", inputs)
-            return loss
-
-    run_out = functools.partial(_run_out, memory, ends_in)
     options: dict[str, Any] = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 2,
@@ -223,7 +219,6 @@ def result(trainer: Any) -> Run:
         weights_of(trainer.model),
         list(seen),
         os.path.basename(trainer.state.best_model_checkpoint or ""),
-        torch._dynamo.utils.counters["frames"]["ok"] if trainer.args.torch_compile else 0,
         _kept(inner),
     )
 
@@ -242,9 +237,6 @@ def fit(
     name: str, mode: dict[str, Any], folder: Path, *, resume: Path | None = None, again: bool = False, **options: Any
 ) -> Run:
     """Trains, under torch DDP or ours; ``again``: evaluates, and trains once more with the same Trainer."""
-    if options.get("torch_compile"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
     with accelerators_of(name, mode):
         trainer = make_trainer(folder, **options)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))

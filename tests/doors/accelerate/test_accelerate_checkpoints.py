@@ -1,10 +1,13 @@
 """``save_state`` and ``load_state``: the files of torch DDP, from which training goes on under either, on other numbers
-of ranks, and as directories."""
+of ranks, as directories, and where the main process saves without the others."""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,19 @@ from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
 from megastrategy.core import OpenDirectory
 from tests.support.comparison import assert_equal
 
-from ..accelerate_loops import Run, Worlds, adamw, both_modes, groups, make_accelerator, sgd, state_of, weights_of
+from ..accelerate_loops import (
+    Run,
+    Worlds,
+    adamw,
+    groups,
+    make_accelerator,
+    sgd,
+    state_of,
+    weights_of,
+)
 from ..fits import AwkwardNet, loader
-from ..matrix import MODES
-from ..rank_processes import Failure
+from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
+from ..rank_processes import Failure, assert_failed
 
 SAVED_AFTER = 4  # of 7 batches, two a step: what is accumulated in mid-window is in no checkpoint
 
@@ -87,7 +99,7 @@ def train_from(
     return run
 
 
-def rest(run: Run, resumed: Run) -> None:
+def assert_resumed(run: Run, resumed: Run) -> None:
     """The one that resumed went on as the one that never stopped, which ends on the main process's module buffers."""
     tail = dataclasses.replace(run, losses=run.losses[-len(resumed.losses) :], rates=run.rates[-len(resumed.rates) :])
     assert_equal(resumed, tail)
@@ -107,10 +119,15 @@ def read(path: Path) -> dict[str, Any]:
     return files
 
 
-@both_modes
-@pytest.mark.parametrize("make_optimizer", [adamw, sgd, groups])
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_checkpoints_are_torch_ddps_and_resume_under_either(
+@pytest.mark.parametrize(
+    ("mode", "make_optimizer", "safe"),
+    [
+        pytest.param(REDUCE_SCATTER, adamw, True, id="adamw"),
+        pytest.param(REDUCE_SCATTER, groups, False, id="groups, pickled"),
+        pytest.param(ALL_REDUCE, sgd, False, id="all-reduce, pickled"),
+    ],
+)
+def test_files_are_ddps_and_resume_under_either(
     worlds: Worlds, mode: dict[str, Any], make_optimizer: Any, safe: bool, tmp_path: Path
 ) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -122,13 +139,13 @@ def test_checkpoints_are_torch_ddps_and_resume_under_either(
     for name, path in [("megatron_ddp", ours), ("megatron_ddp", theirs), ("ddp", ours)]:
         plugin = mode if name == "megatron_ddp" else None
         for run, resumed in zip(whole, worlds.run(train_from, name, plugin, load=path, **options), strict=True):
-            rest(run, resumed)
+            assert_resumed(run, resumed)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_other_numbers_of_ranks(worlds: Worlds, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("full", torch.float32), ("full", torch.bfloat16), ("sharded", torch.bfloat16)]
+)
+def test_state_moves_to_other_numbers_of_ranks(worlds: Worlds, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """2 -> 1 -> 3 -> 2: what is loaded and saved again is what was saved, and the last goes on as the first did."""
     plugin = {"state_dict_type": kind}
     options: dict[str, Any] = {"dtype": dtype, "trains": False}
@@ -160,28 +177,13 @@ def params_of(run: Run) -> dict[str, Tensor]:
     return {name: value for name, value in sorted(run.weights.items()) if not name.startswith("norm.running")}
 
 
-def test_torch_ddp_on_other_numbers_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
-    """Saved by torch DDP on two ranks, loaded by ours on one and three; saved by ours on three, loaded by accelerate's
-    on one."""
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    worlds.run(train_from, "ddp", save=theirs)
-    saved = load_file(theirs / "model.safetensors")
-    for size, target in [(1, None), (3, ours)]:
-        for run in worlds.run(train_from, "megatron_ddp", load=theirs, save_end=target, trains=False, size=size):
-            assert_equal({name: run.weights[name] for name in saved}, saved)
-    assert_equal(read(ours), read(theirs))
-    (run,) = worlds.run(train_from, "ddp", load=ours, trains=False, size=1)
-    assert_equal({name: run.weights[name] for name in saved}, saved)
-    assert_equal(run.state, read(theirs)["optimizer.bin"])
-
-
 def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     """Without them 16-bit weights go on from their rounding, as from a checkpoint of torch DDP."""
     folder = tmp_path / "saved"
     options: dict[str, Any] = {"dtype": torch.bfloat16}
     whole = worlds.run(train_from, "megatron_ddp", save=folder, **options)
     for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", load=folder, **options), strict=True):
-        rest(run, resumed)
+        assert_resumed(run, resumed)
     main = torch.load(folder / MAIN_PARAMS_FILE, weights_only=True)[0]
     weights = load_file(folder / "model.safetensors")
     for name, value in main.items():
@@ -192,13 +194,13 @@ def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     assert [run.losses for run in rounded] != [run.losses[SAVED_AFTER:] for run in whole]
 
 
-def test_a_directory_is_loaded_whatever_is_to_be_saved(worlds: Worlds, tmp_path: Path) -> None:
+def test_directory_resumes_under_any_option(worlds: Worlds, tmp_path: Path) -> None:
     """And resumes to the bit, also without the sharded optimizer."""
     folder = tmp_path / "saved"
     whole = worlds.run(train_from, "megatron_ddp", {"state_dict_type": "sharded"}, save=folder)
     for mode in MODES.values():
         for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", mode, load=folder), strict=True):
-            rest(run, resumed)
+            assert_resumed(run, resumed)
 
 
 def save_statistics(folder: Path) -> dict[str, Tensor]:
@@ -213,7 +215,7 @@ def save_statistics(folder: Path) -> dict[str, Tensor]:
     return dict(sorted(weights_of(net).items()))
 
 
-def test_a_directory_has_the_main_processs_module_buffers(worlds: Worlds, tmp_path: Path) -> None:
+def test_directory_has_main_processs_buffers(worlds: Worlds, tmp_path: Path) -> None:
     """And not, tensor by tensor, those of whichever rank had less to write."""
     first, second = worlds.run(save_statistics, tmp_path / "saved")
     assert not torch.equal(first["0.running_mean"], second["0.running_mean"])
@@ -221,7 +223,7 @@ def test_a_directory_has_the_main_processs_module_buffers(worlds: Worlds, tmp_pa
     assert_equal(dict(sorted(saved.items())), first)
 
 
-def test_a_directory_of_another_model_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
+def test_directory_of_another_model_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     worlds.run(train_from, "megatron_ddp", {"state_dict_type": "sharded"}, save=folder)
     for message in worlds.run(load_into_another_model, folder):
@@ -282,7 +284,7 @@ def save_everything(folder: Path) -> dict[str, Tensor]:
     return weights_of(net)
 
 
-def test_saved_weights_are_complete_and_no_larger_than_they_are(worlds: Worlds, tmp_path: Path) -> None:
+def test_saved_weights_are_whole_and_small(worlds: Worlds, tmp_path: Path) -> None:
     """Parameters are in one flat buffer: safetensors would keep one of them, and torch.save the buffer."""
     expected, _ = worlds.run(save_everything, tmp_path)
     tied = {"embed.weight", "head.weight"}
@@ -335,7 +337,7 @@ def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], li
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_hooks_see_the_users_modules_and_may_save_them_themselves(worlds: Worlds, kind: str, tmp_path: Path) -> None:
+def test_hooks_see_users_modules(worlds: Worlds, kind: str, tmp_path: Path) -> None:
     for seen, names, _ in worlds.run(save_with_hooks, tmp_path / "saved", {"state_dict_type": kind}):
         assert seen == ["AwkwardNet", "AwkwardNet"]
         assert all("inputs.weight" in keys for keys in names)
@@ -356,7 +358,7 @@ def save_twice(project: Path) -> list[str]:
     return sorted(path.name for path in (project / "checkpoints").iterdir())
 
 
-def test_checkpoints_that_accelerate_names(worlds: Worlds, tmp_path: Path) -> None:
+def test_accelerate_names_checkpoints(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(save_twice, tmp_path) == [["checkpoint_10", "checkpoint_9"]] * 2
 
 
@@ -373,8 +375,6 @@ def be_on_nodes_of(size: int) -> int:
 
 def save_on_each_node(folder: Path) -> dict[str, Any]:
     """Each rank a node of its own, with a disk of its own."""
-    import os
-
     from accelerate.utils import ProjectConfiguration
 
     configuration = ProjectConfiguration(save_on_each_node=True)
@@ -389,8 +389,112 @@ def save_on_each_node(folder: Path) -> dict[str, Any]:
     return read(disk)
 
 
-def test_each_node_gets_the_whole_optimizer(worlds: Worlds, tmp_path: Path) -> None:
+def test_each_node_gets_whole_optimizer(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds.run(save_on_each_node, tmp_path)
     assert len(first["optimizer.bin"]["state"]) > 5
     for name in ("optimizer.bin", MAIN_PARAMS_FILE):
         assert_equal(second[name], first[name])
+
+
+# --- the main process saves, as most scripts do it: `if accelerator.is_main_process: accelerator.save_state(...)` -----
+
+
+def save_on_main(folder: Path) -> list[float]:
+    """Saves without the other rank after each step, at the end with it; returns the losses."""
+    accelerator = make_accelerator("megatron_ddp", {"use_distributed_optimizer": False})
+    net = AwkwardNet().bfloat16()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    losses = []
+    for number in range(3):
+        loss = model(torch.ones(4, 5).bfloat16(), torch.arange(4)).float().square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if accelerator.is_main_process:
+            accelerator.save_state(str(folder / f"{number}"))
+    accelerator.save_state(str(folder / "all"))
+    return losses
+
+
+def test_main_process_saves_whole_state(worlds: Worlds, tmp_path: Path) -> None:
+    """With ``use_distributed_optimizer=False``, bf16 weights' fp32 main params too: what all ranks save."""
+    first, second = worlds.run(save_on_main, tmp_path)
+    assert first == second
+    one, all_ranks = (tmp_path / name for name in ("2", "all"))
+    names = {path.name for path in one.iterdir()}
+    assert "megatron_ddp_main_params.bin" in names
+    assert {path.name for path in all_ranks.iterdir()} - names == {"random_states_1.pkl"}
+    for name in ("optimizer.bin", "megatron_ddp_main_params.bin"):
+        assert_equal(*(torch.load(folder / name) for folder in (one, all_ranks)))
+    assert (one / "model.safetensors").read_bytes() == (all_ranks / "model.safetensors").read_bytes()
+
+
+def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tuple[str, float]:
+    """The message, and after how long it came."""
+    accelerator = make_accelerator("megatron_ddp", plugin)
+    net = AwkwardNet()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+
+    def train() -> None:
+        accelerator.backward(model(torch.ones(4, 5), torch.arange(4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    if then == "step":
+        accelerator.backward(model(torch.ones(4, 5), torch.arange(4)).square().mean())
+    message, start = "", time.monotonic()
+    if accelerator.is_main_process:
+        with pytest.raises(RuntimeError) as caught:
+            accelerator.save_state(str(folder))
+        message = f"{type(caught.value).__name__}: {caught.value}"
+    seconds = time.monotonic() - start
+    if then == "barrier":
+        accelerator.wait_for_everyone()
+    elif then == "step":
+        optimizer.step()
+    train()  # all ranks are in step
+    return message, seconds
+
+
+@pytest.mark.parametrize(
+    ("plugin", "then", "why"),
+    [
+        pytest.param({}, "barrier", "in accelerator.wait_for_everyone()", id="barrier"),
+        pytest.param({"state_dict_type": "sharded"}, "next", "rank 1 is elsewhere, waiting in ", id="next step"),
+        pytest.param({}, "step", "rank 1 is elsewhere, waiting in ", id="before the step"),
+    ],
+)
+def test_main_process_cannot_save_shards(
+    worlds: Worlds, tmp_path: Path, plugin: dict[str, Any], then: str, why: str
+) -> None:
+    (message, seconds), _ = worlds.run(save_where_it_cannot, tmp_path / "saved", plugin, then)
+    assert message.startswith("NotOnAllRanksError: ")
+    assert why in message
+    assert "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`" in message
+    assert "`use_distributed_optimizer: false`" in message
+    assert seconds < 5
+
+
+def die_meanwhile(folder: Path) -> None:
+    accelerator = make_accelerator("megatron_ddp")
+    alive = os.open(folder.with_name("alive"), os.O_RDWR | os.O_CREAT)  # a number: it stays open until the process
+    if not accelerator.is_main_process:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+    net = AwkwardNet()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    accelerator.backward(model(torch.ones(4, 5), torch.arange(4)).square().mean())
+    optimizer.step()
+    if not accelerator.is_main_process:
+        raise ValueError("a rank that fails after its step")
+    fcntl.flock(alive, fcntl.LOCK_EX)  # the other process has ended
+    os.close(alive)
+    accelerator.save_state(str(folder))
+
+
+def test_dead_rank_is_named(worlds: Worlds, tmp_path: Path) -> None:
+    """Its shards are lost; nothing waits for them."""
+    zero, one = worlds.outcomes(die_meanwhile, tmp_path / "saved")
+    assert_failed(zero, "rank(s) [1] have ended: if with an error, look at that one first", kind="NotOnAllRanksError")
+    assert zero.seconds - one.seconds < 20

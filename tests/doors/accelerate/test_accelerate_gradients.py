@@ -1,7 +1,8 @@
-"""Gradients of an Accelerate user: synchronised when asked, accumulated and clipped, of one model and of several."""
+"""Gradients and optimizers of an Accelerate user: synchronised when asked, accumulated, clipped, of several models."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from ..accelerate_loops import (
     Run,
@@ -27,8 +27,9 @@ from ..accelerate_loops import (
     train,
     weights_of,
 )
+from ..matrix import ALL_REDUCE, REDUCE_SCATTER
 
-# --- synchronisation -------------------------------------------------------------------------------------------------
+# --- synchronisation --------------------------------------------------------------------------------------------------
 
 
 def trigger(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor | None]]:
@@ -49,9 +50,28 @@ def trigger(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor | None]]:
 
 
 @both_modes
-def test_a_backward_can_be_synchronised_after_its_forward(worlds: Worlds, mode: dict[str, Any]) -> None:
+def test_backward_synchronises_after_its_forward(worlds: Worlds, mode: dict[str, Any]) -> None:
     first, second = assert_like_ddp(worlds, trigger, mode)
     assert not torch.equal(first[0]["local"], second[0]["local"]), "nothing was sent in the first backward"
+
+
+def trigger_by_accelerates_class() -> None:
+    """A script that was written for accelerate's own class calls its static method."""
+    import accelerate
+
+    accelerator = make_accelerator("megatron_ddp", {"use_distributed_optimizer": False})
+    net = net_of()
+    model = accelerator.prepare(net)
+    with model.no_sync():
+        loss = model(inputs(accelerator)).sum()
+    with accelerate.Accelerator.trigger_sync_in_backward(model):
+        loss.backward()
+    mine = net[0].bias.grad.clone()
+    assert torch.equal(mine, accelerator.reduce(mine, "mean")), "every rank has the mean"
+
+
+def test_accelerates_class_synchronises_backward(worlds: Worlds) -> None:
+    worlds.run(trigger_by_accelerates_class)
 
 
 def accumulate_by_hand(name: str, mode: dict[str, Any]) -> Run:
@@ -72,18 +92,21 @@ def synchronise_each_batch(name: str, mode: dict[str, Any]) -> Run:
     return train(name, mode, gradient_accumulation_plugin=plugin, make_optimizer=sgd, epochs=1)
 
 
-@both_modes
-@pytest.mark.parametrize("job", [accumulate_by_hand, synchronise_each_batch])
-def test_accumulation(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "job"),
+    [(REDUCE_SCATTER, accumulate_by_hand), (ALL_REDUCE, synchronise_each_batch)],
+    ids=["by hand", "sync"],
+)
+def test_accumulation_equals_ddp(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any]) -> None:
     assert_like_ddp(worlds, job, mode, rtol=1e-6 if job is synchronise_each_batch else 0.0)
 
 
-# --- several models --------------------------------------------------------------------------------------------------
+# --- several models ---------------------------------------------------------------------------------------------------
 
 
 def train_two_models(name: str, mode: dict[str, Any], kind: str) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Two models, each with an optimizer, and clipping over parts of either."""
-    accelerator = make_accelerator(name, mode)
+    """Two models that accumulate together, each with an optimizer, and clipping over parts of either."""
+    accelerator = make_accelerator(name, mode, gradient_accumulation_steps=2)
     nets = net_of(1), net_of(2, width=7)
     inner = [sgd(net.parameters()) for net in nets]
     first, second, *optimizers = accelerator.prepare(*nets, *inner)
@@ -93,125 +116,77 @@ def train_two_models(name: str, mode: dict[str, Any], kind: str) -> tuple[list[f
         norm = getattr(accelerator, f"clip_grad_{kind}_")(parameters, largest)
         norms.extend([] if norm is None else [norm.item()])
 
-    for step in range(3):
+    for step in range(6):
         x = inputs(accelerator, step)
-        accelerator.backward((first(x) - second(x)).square().mean())
-        clip(itertools.chain(first.parameters(), second.parameters()), 0.1)
-        clip([first.module[0].weight, second.module[2].bias], 0.01)
-        clip([first.module[2].weight], 0.001)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return norms, [weights_of(net) for net in nets]
-
-
-def train_two_by_norm(name: str, mode: dict[str, Any]) -> Any:
-    return train_two_models(name, mode, "norm")
-
-
-def train_two_by_value(name: str, mode: dict[str, Any]) -> Any:
-    return train_two_models(name, mode, "value")
-
-
-@both_modes
-def test_clipping_any_parameters_of_several_models(worlds: Worlds, mode: dict[str, Any]) -> None:
-    (norms, _), _ = assert_like_ddp(worlds, train_two_by_norm, mode, rtol=1e-6)
-    assert len(norms) == 9
-    assert norms[0] > 0.1 > norms[1] > 0.01, "so all of them clip"
-    ours = worlds.run(train_two_by_norm, "megatron_ddp", mode)
-    assert ours[0][0] == ours[1][0]
-    assert_like_ddp(worlds, train_two_by_value, mode)
-
-
-def accumulate_two(name: str, mode: dict[str, Any]) -> tuple[list[bool], list[dict[str, Tensor]]]:
-    """Seven batches of both models in windows of three; the last is short."""
-    accelerator = make_accelerator(name, mode, gradient_accumulation_steps=3)
-    nets = net_of(1), net_of(2)
-    samples = torch.randn(26, 5, generator=torch.Generator().manual_seed(4))
-    inner = [adamw(net.parameters()) for net in nets]
-    first, second, data, *optimizers = accelerator.prepare(*nets, DataLoader(samples, batch_size=2), *inner)  # type: ignore[arg-type]
-    synchronised = []
-    for x in data:
         with accelerator.accumulate(first, second):
             accelerator.backward((first(x) - second(x)).square().mean())
-            synchronised.append(accelerator.sync_gradients)
+            if accelerator.sync_gradients:
+                clip(itertools.chain(first.parameters(), second.parameters()), 0.1)
+                clip([first.module[0].weight, second.module[2].bias], 0.01)
+                clip([first.module[2].weight], 0.001)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    return synchronised, [weights_of(net) for net in nets]
+    return norms, [weights_of(net) for net in nets]
 
 
 @both_modes
-def test_two_models_accumulate_together(worlds: Worlds, mode: dict[str, Any]) -> None:
-    (synchronised, _), _ = assert_like_ddp(worlds, accumulate_two, mode)
-    assert synchronised == [False, False, True, False, False, True, True]
+def test_two_models_accumulate_and_clip(worlds: Worlds, mode: dict[str, Any]) -> None:
+    (norms, _), _ = assert_like_ddp(worlds, train_two_models, mode, 1e-6, "norm")
+    assert len(norms) == 9
+    assert norms[0] > 0.1 > norms[1] > 0.01, "so all of them clip"
+    ours = worlds.run(train_two_models, "megatron_ddp", mode, "norm")
+    assert ours[0][0] == ours[1][0]
+    assert_like_ddp(worlds, train_two_models, mode, 0.0, "value")
 
 
-def clip_what_was_not_sent() -> tuple[float, float]:
-    """All backwards under ``no_sync``: clipping reduces before it looks, as a step would."""
-    trainee = set_up("megatron_ddp")
-    accelerator, model = trainee.accelerator, trainee.model
-    trainee.backward()
-    expected = accelerator.clip_grad_norm_(model.parameters(), 1e6).item()
-    trainee.optimizer.zero_grad()
-    with accelerator.no_sync(model):
-        trainee.backward()
-    return accelerator.clip_grad_norm_(model.parameters(), 1e6).item(), expected
+def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    accelerator = make_accelerator(name, mode)
+    nets = net_of(1), net_of(2)
+    first, second, optimizer = accelerator.prepare(*nets, adamw([*nets[0].parameters(), *nets[1].parameters()]))
+    accelerator.backward((first(inputs(accelerator)) - second(inputs(accelerator))).square().mean())
+    accelerator.clip_grad_norm_(itertools.chain(first.parameters(), second.parameters()), 0.1)
+    optimizer.step()
+    return [weights_of(net) for net in nets]
 
 
-def test_clipping_what_was_not_sent(worlds: Worlds) -> None:
-    first, second = worlds.run(clip_what_was_not_sent)
-    assert first == second
-    assert first[0] == first[1]
+def test_one_optimizer_of_two_models_equals_ddp(worlds: Worlds) -> None:
+    assert_like_ddp(worlds, one_optimizer_of_two_models, ALL_REDUCE)
 
 
-class HasItsOwn(nn.Module):
-    """A table that each rank has by itself, under torch DDP too."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.net, self.table = net_of(), nn.Parameter(torch.full((3 + rank,), 1.0 + rank))
-        self._ddp_params_and_buffers_to_ignore = ["table", ".table"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x) + self.table.square().sum()
-        return out
-
-
-def clip_what_is_each_ranks_own(is_ignored: bool) -> tuple[float, float, float, float]:
-    """The norms of the model's gradients, of this rank's own and of both, and the factor of its own."""
-    accelerator = make_accelerator("megatron_ddp")
-    module: nn.Module = HasItsOwn(accelerator.process_index) if is_ignored else net_of()
-    model, optimizer = accelerator.prepare(module, sgd(module.parameters()))
-    stranger = nn.Linear(3, 3)
-    loss = model(inputs(accelerator)).square().sum()
-    if not is_ignored:
-        loss = loss + (1 + accelerator.process_index) * stranger(torch.ones(3)).square().sum()
-    accelerator.backward(loss)
-    extra = [module.table] if isinstance(module, HasItsOwn) else list(stranger.parameters())
-    rest = [param for param in model.parameters() if param is not extra[0]]
-    of_model = accelerator.clip_grad_norm_(rest, 1e9)
-    own = torch.nn.utils.get_total_norm([param.grad for param in extra if param.grad is not None])
-    norm = accelerator.clip_grad_norm_([*rest, *extra], 0.5)
-    left = torch.nn.utils.get_total_norm([param.grad for param in extra if param.grad is not None])
-    assert of_model is not None
-    assert norm is not None
-    accelerator.clip_grad_value_([*rest, *extra], 1e-4)
-    assert all(param.grad is not None and param.grad.abs().max() <= 1e-4 for param in extra)
-    if is_ignored:
-        optimizer.step()
-    return of_model.item(), own.item(), norm.item(), (left / own).item()
+def train_with_extra_params(name: str, mode: dict[str, Any], prepare: str) -> list[dict[str, Tensor]]:
+    """As sentence-transformers does: the optimizer has the loss's parameters too, a head and a guide."""
+    accelerator = make_accelerator(name, mode)
+    net, head, guide = net_of(1), nn.Linear(3, 2), nn.Linear(2, 2)
+    with torch.no_grad():
+        for param in itertools.chain(head.parameters(), guide.parameters()):
+            param.fill_(0.3)
+    if prepare == "one optimizer":
+        made = [adamw(itertools.chain(net.parameters(), head.parameters(), guide.parameters()))]
+    else:
+        made = [adamw(net.parameters()), adamw([*head.parameters(), *guide.parameters()])]
+    model, *optimizers = accelerator.prepare(net, *made)
+    told = name != "ddp" and accelerator.is_main_process
+    warning = pytest.warns(UserWarning, match=r"2 param.* of this AdamW belong to no wrapped model")
+    with warning if told else contextlib.nullcontext():
+        for step in range(3):
+            accelerator.backward(head(model(inputs(accelerator, step))).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    states = [state_of(accelerator, item) or {} for item in optimizers]
+    return [weights_of(part) for part in (net, head, guide)] + states
 
 
-@pytest.mark.parametrize("is_ignored", [True, False])
-def test_gradients_that_each_rank_has_by_itself_are_clipped_by_one_norm(worlds: Worlds, is_ignored: bool) -> None:
-    """That of a loop: they enter it with the mean of their squares."""
-    found = worlds.run(clip_what_is_each_ranks_own, is_ignored)
-    mean = sum(own**2 for _, own, _, _ in found) / len(found)
-    assert found[0][1] != found[1][1]
-    for of_model, _, norm, factor in found:
-        assert norm == found[0][2] == pytest.approx((of_model**2 + mean) ** 0.5, rel=1e-5)
-        assert factor == pytest.approx(0.5 / norm, rel=1e-4)
+@pytest.mark.parametrize(
+    ("mode", "prepare"), [(REDUCE_SCATTER, "one optimizer"), (ALL_REDUCE, "two optimizers")], ids=["one", "two"]
+)
+def test_extra_params_equal_ddp(worlds: Worlds, mode: dict[str, Any], prepare: str) -> None:
+    results = assert_like_ddp(worlds, train_with_extra_params, mode, 1e-6, prepare)
+    (_, head, guide, *_), (_, other_head, other_guide, *_) = results
+    assert not torch.equal(head["weight"], other_head["weight"]), "its gradient is not reduced"
+    assert torch.equal(guide["weight"], other_guide["weight"]), "it has none"
 
 
 def schedule_two(name: str, mode: dict[str, Any]) -> tuple[list[float], bool]:
@@ -232,12 +207,56 @@ def schedule_two(name: str, mode: dict[str, Any]) -> tuple[list[float], bool]:
 
 
 @both_modes
-def test_a_scheduler_waits_for_its_own_optimizer(worlds: Worlds, mode: dict[str, Any]) -> None:
+def test_scheduler_waits_for_its_optimizer(worlds: Worlds, mode: dict[str, Any]) -> None:
     expected = assert_like_ddp(worlds, schedule_two, mode)
     assert expected == [([0.05, 0.0125], True)] * 2
 
 
-# --- clipping within a window ----------------------------------------------------------------------------------------
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def clip_what_was_not_sent() -> tuple[float, float]:
+    """All backwards under ``no_sync``: clipping reduces before it looks, as a step would."""
+    trainee = set_up("megatron_ddp")
+    accelerator, model = trainee.accelerator, trainee.model
+    trainee.backward()
+    expected = accelerator.clip_grad_norm_(model.parameters(), 1e6).item()
+    trainee.optimizer.zero_grad()
+    with accelerator.no_sync(model):
+        trainee.backward()
+    return accelerator.clip_grad_norm_(model.parameters(), 1e6).item(), expected
+
+
+def test_clipping_reduces_unsynchronised_gradients(worlds: Worlds) -> None:
+    first, second = worlds.run(clip_what_was_not_sent)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def clip_local_gradients() -> tuple[float, float, float, float]:
+    """The norms of the model's gradients, of a layer's that no model has, of both, and the layer's factor."""
+    trainee = set_up("megatron_ddp")
+    accelerator, model, layer = trainee.accelerator, trainee.model, nn.Linear(3, 3)
+    extra = list(layer.parameters())
+    factor = 1 + accelerator.process_index
+    accelerator.backward(model(inputs(accelerator)).square().sum() + factor * layer(torch.ones(3)).square().sum())
+    of_model = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    before = torch.nn.utils.get_total_norm([param.grad for param in extra])
+    norm = accelerator.clip_grad_norm_([*model.parameters(), *extra], 0.5)
+    after = torch.nn.utils.get_total_norm([param.grad for param in extra])
+    accelerator.clip_grad_value_([*model.parameters(), *extra], 1e-4)
+    assert all(param.grad.abs().max() <= 1e-4 for param in extra)
+    return of_model.item(), before.item(), norm.item(), (after / before).item()
+
+
+def test_local_gradients_enter_the_norm(worlds: Worlds) -> None:
+    """With the mean of their squares over the ranks."""
+    results = worlds.run(clip_local_gradients)
+    mean = sum(local**2 for _, local, _, _ in results) / len(results)
+    assert results[0][1] != results[1][1]
+    for of_model, _, norm, factor in results:
+        assert norm == results[0][2] == pytest.approx((of_model**2 + mean) ** 0.5, rel=1e-5)
+        assert factor == pytest.approx(0.5 / norm, rel=1e-4)
 
 
 def clip_each_microbatch(name: str, mode: dict[str, Any]) -> dict[str, Tensor]:
@@ -254,7 +273,5 @@ def clip_each_microbatch(name: str, mode: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @both_modes
-def test_clipping_within_a_window_of_accumulation_is_of_what_each_rank_has(
-    worlds: Worlds, mode: dict[str, Any]
-) -> None:
+def test_clipping_within_a_window_is_local(worlds: Worlds, mode: dict[str, Any]) -> None:
     assert_like_ddp(worlds, clip_each_microbatch, mode)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
@@ -33,8 +34,7 @@ from ..accelerate_loops import (
     state_of,
     weights_of,
 )
-
-# --- the model -------------------------------------------------------------------------------------------------------
+from ..matrix import ALL_REDUCE, REDUCE_SCATTER
 
 
 class Named(nn.Module):
@@ -88,7 +88,7 @@ def look_at_model() -> None:
     twin(inputs(accelerator))
 
 
-def test_everybody_finds_the_users_module(worlds: Worlds) -> None:
+def test_unwrapping_finds_the_users_module(worlds: Worlds) -> None:
     worlds.run(look_at_model)
 
 
@@ -130,10 +130,9 @@ def train_compiled(name: str, mode: dict[str, Any], regional: bool) -> Any:
 
 
 @pytest.mark.long
-@both_modes
 @pytest.mark.parametrize("regional", [False, True])
-def test_compiled_models(worlds: Worlds, regional: bool, mode: dict[str, Any]) -> None:
-    assert_like_ddp(worlds, train_compiled, mode, 0.0, regional)
+def test_compiled_model_equals_ddp(worlds: Worlds, regional: bool) -> None:
+    assert_like_ddp(worlds, train_compiled, REDUCE_SCATTER, 0.0, regional)
 
 
 def load_after_prepare(mode: dict[str, Any]) -> None:
@@ -155,7 +154,34 @@ def test_weights_loaded_after_prepare_are_kept(worlds: Worlds, mode: dict[str, A
     worlds.run(load_after_prepare, mode)
 
 
-# --- memory, and once more -------------------------------------------------------------------------------------------
+def train_by_teacher(name: str, mode: dict[str, Any]) -> Any:
+    """A student, and a teacher that is prepared for evaluation only."""
+    accelerator = make_accelerator(name, mode, find_unused=False)
+    student, teacher = net_of(1), net_of(2)
+    for param in teacher.parameters():
+        param.requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01)
+    student, optimizer = accelerator.prepare(student, optimizer)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    losses = []
+    for step in range(3):
+        x = inputs(accelerator, step)
+        with torch.no_grad():
+            aim = teacher(x)
+        loss = F.mse_loss(student(x), aim)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weights_of(accelerator.unwrap_model(student))
+
+
+@both_modes
+def test_evaluated_teacher_equals_ddp(worlds: Worlds, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, train_by_teacher, mode)
+
+
+# --- memory, and once more --------------------------------------------------------------------------------------------
 
 
 def train_again(mode: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -189,12 +215,12 @@ def train_again(mode: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 @both_modes
-def test_training_again(worlds: Worlds, mode: dict[str, Any]) -> None:
+def test_module_trains_again(worlds: Worlds, mode: dict[str, Any]) -> None:
     first, second = worlds.run(train_again, mode)
     assert_equal(first, second)
 
 
-# --- uneven batches ---------------------------------------------------------------------------------------------------
+# --- uneven batches --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -229,14 +255,62 @@ def evaluate_unevenly(name: str, mode: dict[str, Any], enters: str) -> tuple[lis
     return outputs, weights_of(trainee.net)
 
 
-@both_modes
-@pytest.mark.parametrize("enters", ["no_grad", "with gradients"])
-def test_ranks_may_evaluate_different_numbers_of_batches(worlds: Worlds, mode: dict[str, Any], enters: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "enters"), [(REDUCE_SCATTER, "no_grad"), (ALL_REDUCE, "with gradients")], ids=["no_grad", "gradients"]
+)
+def test_ranks_evaluate_uneven_batches(worlds: Worlds, mode: dict[str, Any], enters: str) -> None:
     outputs = [result[0] for result in assert_like_ddp(worlds, evaluate_unevenly, mode, 0.0, enters)]
     assert [len(rank) for rank in outputs] == [3, 0], "the second rank had no batch at all"
 
 
-# --- one process, and one model through another ----------------------------------------------------------------------
+# --- a loss with a cache ----------------------------------------------------------------------------------------------
+
+
+def train_with_cached_loss(name: str, mode: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+    """Gradients of a contrastive loss, cached, and the forwards once more inside of its backward: as
+    sentence-transformers' ``gradcache`` does it, with the attributes that it asks for."""
+    accelerator = make_accelerator(name, mode, gradient_accumulation_steps=accumulate)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+
+    def replay(batches: list[Tensor], grads: list[Tensor], scale: Tensor) -> None:
+        assert isinstance(model, TorchDDP)
+        assert not model.static_graph or model._static_graph_delay_allreduce_enqueued
+        with torch.enable_grad():
+            for number, (batch, grad) in enumerate(zip(batches[:-1], grads[:-1], strict=True)):
+                with model.no_sync():
+                    torch.dot(model(batch).flatten(), grad.flatten() * scale).backward()
+                assert number < len(batches)
+            if model.require_backward_grad_sync:  # the last, with the buffers that the others have
+                model.require_forward_param_sync = False
+            torch.dot(model(batches[-1]).flatten(), grads[-1].flatten() * scale).backward()
+
+    for step in range(4):
+        with accelerator.accumulate(model):
+            batches = list(inputs(accelerator, step).split(2))
+            with torch.no_grad():
+                outputs = [model(batch) for batch in batches]
+            leaves = [output.detach().requires_grad_() for output in outputs]
+            every = torch.cat(leaves)
+            inner = torch.nn.functional.cross_entropy(every @ every.T, torch.arange(len(every)))
+            inner.backward()
+            grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            loss = inner.detach().requires_grad_()
+            loss.register_hook(lambda scale, batches=batches, grads=grads: replay(batches, grads, scale))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(net)
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [(REDUCE_SCATTER, 1), (ALL_REDUCE, 2)], ids=["1", "2"])
+def test_cached_loss_equals_ddp(worlds: Worlds, mode: dict[str, Any], accumulate: int) -> None:
+    """Also in buffers: the last forward of a replay broadcasts none."""
+    assert_like_ddp(worlds, train_with_cached_loss, mode, 0.0, accumulate)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def alone() -> None:
@@ -288,5 +362,5 @@ def alone_under_torchrun() -> None:
 
 
 @pytest.mark.parametrize("job", [alone, alone_and_compiled, alone_under_torchrun])
-def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
+def test_one_process_prepares(worlds: Worlds, job: Callable[[], None]) -> None:
     worlds.run(job, size=1)

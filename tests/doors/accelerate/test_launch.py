@@ -1,17 +1,21 @@
-"""``accelerate launch -m megastrategy.launch script.py`` and ``megastrategy launch``, of scripts that are not ours."""
+"""Accelerators of scripts that are not ours: by ``megastrategy launch``, and by ``replace_accelerators``."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from megastrategy import launch
+from megastrategy.accelerate import Accelerator, MegatronDDPPlugin, replace_accelerators
 from megastrategy.accelerate.launch_config import LaunchConfigError, plugin_from_launch
-from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.core import field_names
 from megastrategy.core.torch_ddp_surface import _REFUSED_DDP_ARGUMENTS
 from tests.support.comparison import assert_equal
@@ -98,9 +102,13 @@ if __name__ == "__main__":
 '''
 
 STOCK = "accelerate.accelerator"
+
 OURS = "megastrategy.accelerate"
+
 MEGASTRATEGY = "from megastrategy.tools.cli import main; main()"
+
 OPTIONS = "megatron_ddp_config:\n  bucket_size: 1e2\n  overlap_grad_reduce: true\n"
+
 ACCELERATES = (
     "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmain_process_port: 0\nmixed_precision: 'no'\n"
 )
@@ -154,7 +162,7 @@ def assert_same_training(saw: list[dict[str, Any]], stock: list[dict[str, Any]])
         assert_equal([rank[name] for rank in saw], [rank[name] for rank in stock])
 
 
-def test_an_unmodified_script_trains_to_the_bits_of_torch_ddp(stock: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_unmodified_script_equals_ddp(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     script = write_script(tmp_path)
     (tmp_path / "options.yaml").write_text(OPTIONS)
     options = ("--config", "options.yaml")
@@ -174,7 +182,6 @@ def test_an_unmodified_script_trains_to_the_bits_of_torch_ddp(stock: list[dict[s
     assert "__main__.TheirAccelerator is a subclass" in said
 
 
-@pytest.mark.fresh
 @pytest.mark.long
 def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     write_script(tmp_path)
@@ -204,7 +211,7 @@ print("all seen")
 """
 
 
-def test_options_hold_for_those_of_ours_that_a_script_makes_and_are_given_none(tmp_path: Path) -> None:
+def test_options_reach_accelerators_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OUR_SCRIPT)
     (tmp_path / "options.yaml").write_text(OPTIONS)
     launcher = ("megastrategy.launch", "--config", "options.yaml")
@@ -212,7 +219,7 @@ def test_options_hold_for_those_of_ours_that_a_script_makes_and_are_given_none(t
     assert (done.returncode, done.stdout) == (0, "all seen\n"), done.stderr
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line, and the options --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -239,7 +246,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--config", ".", "train.py"], ".: Is a directory"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+def test_wrong_command_line_ends_with_code_2(
     in_folder: Path,
     arguments: list[str],
     message: str,
@@ -254,9 +261,6 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     assert output.out == ""
     [line] = output.err.splitlines()
     assert line.startswith(f"megastrategy.launch: {message}")
-
-
-# --- the options -----------------------------------------------------------------------------------------------------
 
 
 def options_of(path: Path, text: str, **environment: str) -> MegatronDDPPlugin:
@@ -307,7 +311,7 @@ def test_every_option_can_be_set_in_the_environment() -> None:
         ("megatron_ddp_config: {use_contiguous_buffers: no}", "contradicts use_distributed_optimizer=True"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_name_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.yaml"
     with pytest.raises(LaunchConfigError) as caught:
         options_of(path, text)
@@ -329,19 +333,83 @@ def test_a_wrong_file_is_refused_with_its_name_in_one_line(tmp_path: Path, text:
         ("STATIC_GRAPH", "maybe", "static_graph='maybe': expected True or False"),
     ],
 )
-def test_a_wrong_variable_is_refused_by_name(tmp_path: Path, variable: str, value: str, message: str) -> None:
+def test_wrong_variable_is_refused_by_name(tmp_path: Path, variable: str, value: str, message: str) -> None:
     with pytest.raises(LaunchConfigError) as caught:
         options_of(tmp_path / "x.yaml", "megatron_ddp_config: {grad_reduce_in_fp32: false}", **{variable: value})
     assert str(caught.value).startswith(f"environment, MEGATRON_DDP_{variable}: {message}")
 
 
-def test_an_option_of_torch_ddp_that_has_nothing_to_do_is_no_option_of_the_file(tmp_path: Path) -> None:
+def test_option_without_effect_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchConfigError, match="forward_sync_buffers is torch DDP's"):
         options_of(tmp_path / "x.yaml", "megatron_ddp_config: {forward_sync_buffers: true}")
 
 
 @pytest.mark.parametrize("name", _REFUSED_DDP_ARGUMENTS)
-def test_what_torch_ddp_alone_has_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+def test_option_of_torch_ddp_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(LaunchConfigError) as caught:
         options_of(tmp_path / "x.yaml", f"megatron_ddp_config: {{{name}: 1}}")
     assert _REFUSED_DDP_ARGUMENTS[name] in str(caught.value)
+
+
+# --- replace_accelerators ---------------------------------------------------------------------------------------------
+
+
+TheirClass = accelerate.Accelerator
+
+METHODS = [(cls, vars(cls).get("__init__"), vars(cls).get("__new__")) for cls in (TheirClass, Accelerator)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Whatever a test does, the classes are theirs again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [(cls, vars(cls).get("__init__"), vars(cls).get("__new__")) for cls, _, _ in METHODS] == METHODS
+
+
+def made(**options: Any) -> Any:
+    return TheirClass(cpu=True, **options)
+
+
+def test_block_makes_our_accelerators() -> None:
+    for bucket_size in (7, 8):
+        with replace_accelerators(MegatronDDPPlugin(bucket_size=bucket_size)):
+            accelerator = made(gradient_accumulation_steps=3)
+            assert type(accelerator) is Accelerator
+            assert accelerator.megatron_ddp_config.bucket_size == bucket_size
+            assert accelerator.gradient_accumulation_steps == 3
+            assert list(inspect.signature(TheirClass).parameters)[:2] == ["device_placement", "split_batches"]
+        after = made(gradient_accumulation_steps=2)
+        assert type(after) is TheirClass
+        assert after.gradient_accumulation_steps == 2
+        # what was made in the block goes on
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_separate_processes_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate launch starts two on a machine without GPUs."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2, .* one process: .* set ACCELERATE_USE_CPU=true"):
+        Accelerator()
+    monkeypatch.setenv("RANK", "1")
+    Accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    Accelerator()
+
+
+def test_replacement_ends_with_an_exception() -> None:
+    @replace_accelerators(MegatronDDPPlugin(bucket_size=9))
+    def train(fails: bool) -> Any:
+        if fails:
+            raise ZeroDivisionError
+        return made()
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(True)
+        assert type(made()) is TheirClass
+        assert train(False).megatron_ddp_config.bucket_size == 9

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pickle
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megastrategy.fabric import MegatronDDPStrategy
 from tests.support.comparison import assert_equal
 
 from ..fabric_loops import (
@@ -23,21 +27,23 @@ from ..fabric_loops import (
     both_modes,
     make_data,
     make_fabric,
+    make_strategy,
     set_up,
     sgd,
+    step_with,
     train,
 )
 from ..fits import weights_of
-from ..rank_processes import Failure, Ranks, assert_failed
+from ..matrix import ALL_REDUCE, REDUCE_SCATTER
+from ..rank_processes import Ranks
 
-# --- gradients ------------------------------------------------------------------------------------------------------
+# --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@both_modes
-@pytest.mark.parametrize("zero", ["model", "module"])
-def test_gradients_may_be_zeroed_through_the_model_or_the_raw_module(
-    ranks: Ranks, options: dict[str, Any], zero: str
-) -> None:
+@pytest.mark.parametrize(
+    ("options", "zero"), [(REDUCE_SCATTER, "model"), (ALL_REDUCE, "module")], ids=["model", "module"]
+)
+def test_model_or_module_zeroes_gradients(ranks: Ranks, options: dict[str, Any], zero: str) -> None:
     """Neither goes through the engine; between unsynchronised backwards and after a step it need not."""
     assert_like_ddp(ranks, train, options, accumulate=3, zero=zero)
 
@@ -55,9 +61,10 @@ def drop_gradients(name: str, strategy_options: dict[str, Any], between: bool) -
     return trainee.end()
 
 
-@both_modes
-@pytest.mark.parametrize("unsynchronised", [True, False])
-def test_gradients_may_be_dropped_without_a_step(ranks: Ranks, options: dict[str, Any], unsynchronised: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "unsynchronised"), [(REDUCE_SCATTER, True), (ALL_REDUCE, False)], ids=["unsynchronised", "synchronised"]
+)
+def test_gradients_are_dropped_without_a_step(ranks: Ranks, options: dict[str, Any], unsynchronised: bool) -> None:
     assert_like_ddp(ranks, drop_gradients, options, between=unsynchronised)
 
 
@@ -73,7 +80,7 @@ def local_gradients(name: str, strategy_options: dict[str, Any]) -> list[dict[st
 
 
 @both_modes
-def test_under_no_backward_sync_gradients_stay_local(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_gradients_stay_local_in_no_backward_sync(ranks: Ranks, options: dict[str, Any]) -> None:
     ours = ranks.run(local_gradients, "megatron_ddp", options)
     theirs = ranks.run(local_gradients, "ddp", {})
     assert_equal(ours, theirs)
@@ -81,7 +88,7 @@ def test_under_no_backward_sync_gradients_stay_local(ranks: Ranks, options: dict
     assert not torch.equal(ours[0][1]["scale"], ours[1][1]["scale"]), "nothing was sent"
 
 
-def no_backward_sync_of_a_stranger() -> None:
+def no_backward_sync_of_another_module() -> None:
     fabric = make_fabric("megatron_ddp")
     with pytest.raises(TypeError, match="got Linear"):
         fabric.strategy._backward_sync_control.no_backward_sync(nn.Linear(2, 2), True)
@@ -89,57 +96,8 @@ def no_backward_sync_of_a_stranger() -> None:
         fabric.no_backward_sync(nn.Linear(2, 2))
 
 
-def test_no_backward_sync_needs_a_model_of_this_strategy(ranks: Ranks) -> None:
-    ranks.run(no_backward_sync_of_a_stranger)
-
-
-def several_backwards(name: str, strategy_options: dict[str, Any]) -> Loop:
-    """Two synchronised backwards before each of three steps, by ``loss.backward()``, which fp32 allows in Fabric."""
-    trainee = set_up(name, strategy_options)
-    for features, tokens, targets in itertools.islice(make_data(trainee.fabric), 3):
-        for use_side in (False, True):
-            loss = F.cross_entropy(trainee.model(features, tokens, use_side), targets)
-            loss.backward()
-            trainee.losses.append(loss.item())
-        trainee.step()
-    return trainee.end()
-
-
-@both_modes
-def test_several_synchronised_backwards_before_a_step(ranks: Ranks, options: dict[str, Any]) -> None:
-    """With reduce-scatter the parts are added in another order than by averaging an average."""
-    assert_like_ddp(ranks, several_backwards, options, rtol=1e-6 if options["use_distributed_optimizer"] else 0.0)
-
-
-def failing_backwards(name: str, strategy_options: dict[str, Any], fails: bool) -> Any:
-    """In the second of three steps backward fails half-way, on both ranks, and the batch is tried again."""
-    trainee = set_up(name, strategy_options)
-    net: Any = trainee.net
-    for number, (features, tokens, targets) in enumerate(itertools.islice(make_data(trainee.fabric), 3)):
-        loss = F.cross_entropy(trainee.model(features, tokens), targets)
-        if fails and number == 1:
-            hook = net.inputs.weight.register_hook(raise_on_purpose)  # the gradients of all others are there by then
-            with pytest.raises(ZeroDivisionError):
-                trainee.fabric.backward(loss)
-            hook.remove()
-            trainee.optimizer.zero_grad()
-            net.norm.reset_running_stats()
-            loss = F.cross_entropy(trainee.model(features, tokens), targets)
-        trainee.fabric.backward(loss)
-        trainee.step()
-        trainee.losses.append(loss.item())
-    return trainee.losses, {key: value for key, value in weights_of(net).items() if not key.startswith("norm.")}
-
-
-def raise_on_purpose(grad: Tensor) -> Tensor:
-    raise ZeroDivisionError("in the middle of backward")
-
-
-@both_modes
-def test_a_batch_is_tried_again_after_an_error(ranks: Ranks, options: dict[str, Any]) -> None:
-    """Nothing of the first try is left; "ddp" has to be wrapped anew, so its run without an error is the reference."""
-    ours = ranks.run(failing_backwards, "megatron_ddp", options, fails=True)
-    assert_equal(ours, ranks.run(failing_backwards, "ddp", {}, fails=False))
+def test_no_backward_sync_needs_our_model(ranks: Ranks) -> None:
+    ranks.run(no_backward_sync_of_another_module)
 
 
 def reduced_gradients(name: str, strategy_options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
@@ -157,7 +115,7 @@ def reduced_gradients(name: str, strategy_options: dict[str, Any]) -> tuple[dict
 
 
 @both_modes
-def test_full_grad_and_grad_norm_show_what_ddp_has_in_grad(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_full_grad_and_grad_norm_equal_ddp(ranks: Ranks, options: dict[str, Any]) -> None:
     ours, theirs = ranks.run(reduced_gradients, "megatron_ddp", options), ranks.run(reduced_gradients, "ddp", {})
     for (grads, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert_equal(grads, expected)
@@ -165,15 +123,14 @@ def test_full_grad_and_grad_norm_show_what_ddp_has_in_grad(ranks: Ranks, options
         assert "side.weight" not in grads, "not used in this backward"
 
 
-# --- clipping -------------------------------------------------------------------------------------------------------
+# --- clipping ---------------------------------------------------------------------------------------------------------
 
 
-@both_modes
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-def test_clipping_by_other_norms(ranks: Ranks, options: dict[str, Any], norm_type: float) -> None:
+def test_other_norms_clip(ranks: Ranks, norm_type: float) -> None:
     clip = {"max_norm": CLIP_NORM, "norm_type": norm_type}
-    exact = norm_type == float("inf") or not options["use_distributed_optimizer"]
-    assert_like_ddp(ranks, train, options, make_optimizer=sgd, clip=clip, rtol=0.0 if exact else 1e-6)
+    rtol = 0.0 if norm_type == float("inf") else 1e-6
+    assert_like_ddp(ranks, train, REDUCE_SCATTER, make_optimizer=sgd, clip=clip, rtol=rtol)
 
 
 def clip_nonfinite(name: str, strategy_options: dict[str, Any], raises: bool) -> list[float]:
@@ -190,15 +147,16 @@ def clip_nonfinite(name: str, strategy_options: dict[str, Any], raises: bool) ->
     return []
 
 
-@both_modes
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks_or_on_none(
-    ranks: Ranks, options: dict[str, Any], raises: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("options", "raises"),
+    [(REDUCE_SCATTER, True), (REDUCE_SCATTER, False), (ALL_REDUCE, True)],
+    ids=["raises", "ignores", "raises, all-reduce"],
+)
+def test_infinite_norm_is_an_error_on_all_ranks(ranks: Ranks, options: dict[str, Any], raises: bool) -> None:
     assert_like_ddp(ranks, clip_nonfinite, options, raises=raises)
 
 
-def clip_with_the_users_own_optimizer(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]) -> Loop:
+def clip_with_the_users_optimizer(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]) -> Loop:
     """Fabric allows both; with gradients in shards, the user's own would find nothing to clip."""
     trainee = set_up(name, strategy_options)
     own = trainee.optimizer.optimizer
@@ -207,18 +165,71 @@ def clip_with_the_users_own_optimizer(name: str, strategy_options: dict[str, Any
 
 
 @both_modes
-def test_clipping_understands_the_users_own_optimizer(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, clip_with_the_users_own_optimizer, options, clip={"clip_val": CLIP_VALUE})
+def test_clipping_accepts_the_users_optimizer(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, clip_with_the_users_optimizer, options, clip={"clip_val": CLIP_VALUE})
 
 
-# --- modules --------------------------------------------------------------------------------------------------------
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def train_fp16(name: str, strategy_options: dict[str, Any], clip: dict[str, Any] | None) -> Any:
+    """Step 2 overflows on rank 1 alone: no rank may step, and every scale halves once."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainee = set_up(name, strategy_options, plugins=precision)
+    fabric, scales, weights = trainee.fabric, trainee.losses, []
+    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+        overflows = number == 2 and fabric.global_rank == 1
+        loss = F.cross_entropy(trainee.model(features, tokens), targets)
+        fabric.backward(loss * float("inf") if overflows else loss)
+        if clip is not None:
+            trainee.clip(error_if_nonfinite=False, **clip)
+        trainee.step()
+        scales.append(scaler.get_scale())
+        weights.append(weights_of(trainee.net)["inputs.weight"])
+    assert precision.scaler is scaler, "the user may hold it, and save it"
+    assert scaler.state_dict() == fabric.strategy.precision.state_dict()
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert scales[2] == scales[1] / 2
+    return trainee.end(), weights
+
+
+@pytest.mark.parametrize(
+    ("options", "clip"),
+    [(REDUCE_SCATTER, {"max_norm": CLIP_NORM}), (REDUCE_SCATTER, {"clip_val": CLIP_VALUE}), (ALL_REDUCE, None)],
+    ids=["norm", "value", "all-reduce"],
+)
+def test_fp16_skips_a_step_on_all_ranks(ranks: Ranks, options: dict[str, Any], clip: dict[str, Any] | None) -> None:
+    by_shards = options["use_distributed_optimizer"] and clip is not None and "max_norm" in clip
+    assert_like_ddp(ranks, train_fp16, options, clip=clip, rtol=1e-6 if by_shards else 0.0)
+
+
+def check_and_scale(enabled: bool) -> None:
+    """The scaler is Fabric's own, or one that the user switched off."""
+    scaler, net = torch.amp.GradScaler("cpu", enabled=enabled), AwkwardNet()
+    options = {"net": net, "plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+    if not enabled:
+        set_up("megatron_ddp", {"check_for_nan_in_grad": True}, **options).train(1)
+        return
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad=True contradicts .* MixedPrecision.*bf16-mixed"):
+        set_up("megatron_ddp", {"check_for_nan_in_grad": True}, **options)
+    assert all(param._post_accumulate_grad_hooks is None for param in net.parameters()), "it was not wrapped"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> None:
+    """It meets infinite gradients on purpose."""
+    ranks.run(check_and_scale, enabled)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@both_modes
-def test_a_model_compiled_by_autograd_too_trains_alike(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_model_compiled_with_backward_equals_ddp(ranks: Ranks) -> None:
     """The matrix has dynamo alone; here backward is traced as well. Forward and backward still meet the engine."""
-    assert_like_ddp(ranks, train, options, accumulate=2, before_setup=compiled)
+    assert_like_ddp(ranks, train, REDUCE_SCATTER, accumulate=2, before_setup=compiled)
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -246,7 +257,7 @@ def train_by_methods(name: str, strategy_options: dict[str, Any]) -> Loop:
 
 
 @both_modes
-def test_methods_marked_as_forward_are_synchronised(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_marked_methods_are_synchronised(ranks: Ranks, options: dict[str, Any]) -> None:
     assert_like_ddp(ranks, train_by_methods, options)
 
 
@@ -286,41 +297,41 @@ def train_lightning_module(name: str, strategy_options: dict[str, Any]) -> Loop:
 
 
 @both_modes
-def test_a_lightning_module_runs_in_fabric(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_lightning_module_equals_ddp(ranks: Ranks, options: dict[str, Any]) -> None:
     assert_like_ddp(ranks, train_lightning_module, options)
 
 
-def collectives_beside(name: str, strategy_options: dict[str, Any]) -> Any:
-    """Fabric's own collectives between forward, backward and step: on another group than the engine's."""
-    trainee = set_up(name, strategy_options)
-    fabric, net, seen = trainee.fabric, trainee.net, list[Any]()
-    for features, tokens, targets in make_data(fabric):
-        loss = F.cross_entropy(trainee.model(features, tokens), targets)
-        seen.append(fabric.all_reduce(loss.detach().clone(), reduce_op="mean"))
-        fabric.backward(loss)
-        fabric.barrier()
-        trainee.optimizer.step()
-        seen.append(fabric.all_gather(net.scale.detach()))
-        seen.append(fabric.broadcast(float(loss), src=1))
-        trainee.optimizer.zero_grad()
-    return seen, weights_of(net)
+# --- options, packages and processes ----------------------------------------------------------------------------------
 
 
-@both_modes
-def test_collectives_of_fabric_run_beside_the_engines(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, collectives_beside, options)
+def test_options_are_those_of_the_trainer() -> None:
+    strategy = MegatronDDPStrategy(bucket_cap_mb=1, find_unused_parameters=False)
+    assert strategy.config.bucket_size == 2**18
+    assert not strategy.config.find_unused_parameters
+    with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
+        MegatronDDPStrategy(bucket_siz=3)
+    with pytest.raises(ValueError, match="ddp_comm_hook"):
+        MegatronDDPStrategy(ddp_comm_hook=print)
 
 
-def fail_on_rank_1() -> None:
-    trainee = set_up("megatron_ddp")
-    trainee.train(3)
-    if trainee.fabric.global_rank == 1:
-        raise ZeroDivisionError("on purpose, on rank 1")
-    trainee.train(1)
+def test_new_strategy_is_pickled() -> None:
+    """The launchers that spawn processes send it there."""
+    assert pickle.loads(pickle.dumps(make_strategy("megatron_ddp"))).config == make_strategy("megatron_ddp").config
 
 
-def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None:
-    waiting, raising = ranks.outcomes(fail_on_rank_1)
-    assert isinstance(raising, Failure)
-    assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
-    assert_failed(waiting, "another rank ended", kind="CollectiveError", within_s=30)
+def train_by_name(package: str) -> Any:
+    """The strategy's name is enough; in either of the packages, which refuse each other's strategies."""
+    fabrics = importlib.import_module(package)
+    fabric = fabrics.Fabric(accelerator="cpu", devices=2, strategy="megatron_ddp")
+    fabric.launch()
+    assert isinstance(fabric.strategy, fabrics.strategies.DDPStrategy)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    return step_with(fabric, model, optimizer), weights_of(net), type(fabric.strategy).__module__
+
+
+def test_both_packages_train_alike(ranks: Ranks) -> None:
+    *ours, module = ranks.run(train_by_name, "lightning.fabric")[0]
+    *mirrored, other_module = ranks.run(train_by_name, "lightning_fabric")[0]
+    assert_equal(mirrored, ours)
+    assert (module, other_module) == ("megastrategy.fabric", "megastrategy.lightning_fabric")

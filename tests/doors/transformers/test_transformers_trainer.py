@@ -1,5 +1,4 @@
-"""``transformers.Trainer`` with our Accelerator, compared with torch DDP feature by feature; the launcher's own test is
-``test_launch_trainer.py``."""
+"""``transformers.Trainer`` with our Accelerator, and its models in a plain loop, compared with torch DDP."""
 
 from __future__ import annotations
 
@@ -12,20 +11,101 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from megastrategy.accelerate.checkpoint import MAIN_PARAMS_FILE
 from tests.support.comparison import assert_equal
 
-from ..accelerate_loops import Worlds
-from ..matrix import MODES
-from ..transformers_fits import MODELS, Run, accelerators_of, fit, make_trainer, resumes_on_cpus
+from ..accelerate_loops import Worlds, make_accelerator, weights_of
+from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
+from ..transformers_fits import (
+    LENGTH,
+    MODELS,
+    NUM_TOKENS,
+    Run,
+    accelerators_of,
+    fit,
+    make_gpt2,
+    make_trainer,
+    resumes_on_cpus,
+)
+
+# --- in a plain loop --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class LoopRun:
+    """On one rank: the loss of every batch, the weights at the end, and those that were saved and read again."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    saved: dict[str, Tensor]
+
+
+def train(name: str, mode: dict[str, Any], kind: str, is_reentrant: bool, folder: Path) -> LoopRun:
+    accelerator = make_accelerator(
+        name, mode if name == "megatron_ddp" else None, find_unused=False, gradient_accumulation_steps=2
+    )
+    net: Any = MODELS[kind]()
+    net.enable_input_require_grads()  # what re-entrant checkpoints need with a frozen base
+    net.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(NUM_TOKENS, (LENGTH,), generator=generator) for _ in range(20)]
+    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+    model, optimizer, data = accelerator.prepare(net, optimizer, DataLoader(tokens, batch_size=2))  # type: ignore[arg-type]
+    torch.manual_seed(accelerator.process_index)  # of dropout
+    losses = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    unwrapped = accelerator.unwrap_model(model)
+    assert unwrapped is net
+    unwrapped.save_pretrained(
+        folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+    )
+    accelerator.wait_for_everyone()
+    again = type(net).from_pretrained(*([make_gpt2()] if kind == "lora" else []), folder)
+    return LoopRun(losses, weights_of(net), weights_of(again))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "is_reentrant"),
+    [(REDUCE_SCATTER, "gpt2", True), (ALL_REDUCE, "lora", False)],
+    ids=["gpt2, re-entrant", "lora, not re-entrant"],
+)
+def test_loop_of_checkpointed_model_equals_ddp(
+    worlds: Worlds, kind: str, is_reentrant: bool, mode: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = worlds.run(train, "megatron_ddp", mode, kind, is_reentrant, tmp_path / "ours")
+    assert_equal(ours, worlds.run(train, "ddp", mode, kind, is_reentrant, tmp_path / "theirs"))
+    for run in ours:
+        assert_equal(run.weights, ours[0].weights)
+        assert set(run.saved) == set(run.weights)
+        assert_equal({name: run.saved[name] for name in run.weights}, run.weights)
+
+
+# --- fits -------------------------------------------------------------------------------------------------------------
+
 
 FITS: dict[str, dict[str, Any]] = {
-    "accumulated, the last window is short": {},
-    "evaluated, and trained again": {"again": True, "gradient_accumulation_steps": 1, "lr_scheduler_type": "cosine"},
-    "gpt2, label smoothing": {"model": "gpt2", "label_smoothing_factor": 0.1, "weight_decay": 0.1},
-    "lora on a frozen base": {"model": "lora"},
-    "bf16, checkpointed activations": {"bf16": True, "gradient_checkpointing": True},
-    "re-entrant checkpoints": {
+    "the last window is short": {},
+    "gpt2, trained again, label smoothing": {
+        "model": "gpt2",
+        "again": True,
+        "lr_scheduler_type": "cosine",
+        "label_smoothing_factor": 0.1,
+        "weight_decay": 0.1,
+    },
+    "lora, bf16, re-entrant checkpoints": {
+        "model": "lora",
+        "bf16": True,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
@@ -40,7 +120,15 @@ FITS: dict[str, dict[str, Any]] = {
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         "optim": "sgd",
     },
+    "adafactor, whole parameters": {"optim": "adafactor"},
+    "fused": {"optim": "adamw_torch_fused", "weight_decay": 0.1},
 }
+NIGHTLY = [name for name in FITS if name not in ("the last window is short", "adafactor, whole parameters")]
+
+
+def losses(run: Run) -> list[float]:
+    """The losses of every step, averaged over the ranks."""
+    return [entry["loss"] for entry in run.logged if "loss" in entry]
 
 
 def assert_same_fit(ours: list[Run], theirs: list[Run], rtol: float = 0.0) -> None:
@@ -63,9 +151,11 @@ def assert_sharded(ours: list[Run], theirs: list[Run], mode: dict[str, Any]) -> 
         assert held == [whole, whole]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", FITS.values(), ids=FITS)
-def test_a_fit_ends_in_the_bits_of_torch_ddp(worlds: Worlds, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in NIGHTLY else []) for name in FITS]
+)
+def test_fit_equals_ddp(worlds: Worlds, name: str, tmp_path: Path) -> None:
+    options = FITS[name]
     theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
     assert len(set(losses(theirs[0]))) == len(losses(theirs[0])) > 2
     for mode in MODES.values():
@@ -75,57 +165,19 @@ def test_a_fit_ends_in_the_bits_of_torch_ddp(worlds: Worlds, options: dict[str, 
         assert_sharded(ours, theirs, mode)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ends_in", ["begin", "backward", "second step"])
-def test_auto_find_batch_size_trains_as_torch_ddp(worlds: Worlds, ends_in: str, tmp_path: Path) -> None:
-    options = {**FITS["less a batch until it fits"], "ends_in": ends_in, "lr_scheduler_type": "cosine"}
-    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
-    for mode in MODES.values():
-        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path, **options)
-        assert_same_fit(ours, theirs)
-        assert_sharded(ours, theirs, mode)
-
-
-@pytest.mark.long
-def test_torch_compile(worlds: Worlds, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "model": "plain",
-        "torch_compile": True,
-        "torch_compile_backend": "eager",  # it is traced and guarded as with others, and not translated
-    }
-    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
-    ours = worlds.run(fit, "megatron_ddp", {}, tmp_path, **options)
-    assert_same_fit(ours, theirs)
-    assert all(run.frames > 0 for run in [*theirs, *ours]), "it was compiled"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("norm", [0.5, 100.0])
-def test_max_grad_norm(worlds: Worlds, norm: float, tmp_path: Path) -> None:
-    # not Adam: the gradients of biases of attention keys are rounding and nothing else, which Adam would make steps of
-    options: dict[str, Any] = {"max_grad_norm": norm, "optim": "sgd"}
-    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
-    assert 0.5 < min(theirs[0].norms) < max(theirs[0].norms) < 100.0
-    for mode in MODES.values():
-        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path, **options)
-        assert_same_fit(ours, theirs, rtol=1e-6 if norm == 0.5 and mode["use_distributed_optimizer"] else 0.0)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("norm", [0.0, 0.5])
-def test_fp16_with_an_infinite_loss_on_one_rank(worlds: Worlds, norm: float, tmp_path: Path) -> None:
-    """Both ranks skip that step, clipped or not, the scheduler waits, and the rest is as under torch DDP."""
-    options: dict[str, Any] = {"fp16": True, "inf_on": (1, 2), "optim": "sgd", "max_grad_norm": norm}
+def test_infinite_loss_on_one_rank_skips_a_step(worlds: Worlds, tmp_path: Path) -> None:
+    """In fp16, with clipping; the scheduler waits, and the rest is as under torch DDP."""
+    options: dict[str, Any] = {"fp16": True, "inf_on": (1, 2), "optim": "sgd", "max_grad_norm": 0.5}
     theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
     rates = [entry["learning_rate"] for entry in theirs[0].logged if "learning_rate" in entry]
     assert [number for number in range(1, 8) if rates[number] == rates[number - 1]] == [3]
     for mode in MODES.values():
         ours = worlds.run(fit, "megatron_ddp", mode, tmp_path, **options)
-        assert_same_fit(ours, theirs, rtol=1e-6 if norm and mode["use_distributed_optimizer"] else 0.0)
+        assert_same_fit(ours, theirs, rtol=1e-6 if mode["use_distributed_optimizer"] else 0.0)
 
 
 @pytest.mark.long
-def test_the_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> None:
+def test_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> None:
     """And a second training with the same Trainer begins with it. Early stopping and evaluation by the way."""
     from transformers import EarlyStoppingCallback
 
@@ -155,46 +207,23 @@ def test_the_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> 
         assert {"on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_evaluate", "on_save"} <= events
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"])
-def test_element_wise_optimizers_of_trainers_names_shard(worlds: Worlds, optim: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"optim": optim, "weight_decay": 0.1}
-    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
-    ours = worlds.run(fit, "megatron_ddp", {}, tmp_path, **options)
-    assert_sharded(ours, theirs, MODES["reduce-scatter"])
-    assert_same_fit(ours, theirs)
-
-
 def fsdp_refusal(folder: Path) -> str:
     with accelerators_of("megatron_ddp", {}), pytest.raises(ValueError, match="another engine") as caught:
         make_trainer(folder, fsdp="shard_grad_op")
     return str(caught.value)
 
 
-def test_fsdp_among_trainers_arguments_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
+def test_fsdp_argument_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
     for message in worlds.run(fsdp_refusal, tmp_path):
         assert "fsdp_plugin=" in message or "ACCELERATE_USE_FSDP" in message
 
 
-def test_adafactor_is_sharded_by_whole_parameters(worlds: Worlds, tmp_path: Path) -> None:
-    theirs = worlds.run(fit, "ddp", {}, tmp_path / "theirs", optim="adafactor")
-    for mode in MODES.values():
-        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path / "ours", optim="adafactor")
-        assert_same_fit(ours, theirs)
-        assert_sharded(ours, theirs, mode)
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=resumes_on_cpus)], ids=["2 -> 1", "1 -> 2"])
-def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_fit_resumes_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
     """As torch DDP resumes from the same files, to the bit; and as if it had not stopped, except the order of sums."""
     first, second = sizes
 
@@ -223,9 +252,24 @@ def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, i
     assert_equal(*states)
 
 
-def losses(run: Run) -> list[float]:
-    """The losses of every step, averaged over the ranks."""
-    return [entry["loss"] for entry in run.logged if "loss" in entry]
+@pytest.mark.long
+@resumes_on_cpus
+def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
+    """They are saved beside what Trainer saves, or steps below the weights' precision would be lost."""
+    options: dict[str, Any] = {
+        "model": "gpt2 in bf16",
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 1e-3,
+    }
+    whole = worlds.run(fit, "megatron_ddp", {}, tmp_path / "whole", save_on_each_node=True, **options)
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert (checkpoint / MAIN_PARAMS_FILE).is_file()
+    for run, resumed in zip(
+        whole, worlds.run(fit, "megatron_ddp", {}, tmp_path / "again", resume=checkpoint, **options), strict=True
+    ):
+        assert_equal(resumed.weights, run.weights)
+        assert losses(resumed) == losses(run)
 
 
 def lora_again(name: str, folder: Path) -> tuple[Run, Run, list[str]]:
@@ -238,7 +282,7 @@ def lora_again(name: str, folder: Path) -> tuple[Run, Run, list[str]]:
 
 @pytest.mark.long
 @resumes_on_cpus
-def test_an_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
+def test_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
     theirs = worlds.run(lora_again, "ddp", tmp_path / "theirs")
     ours = worlds.run(lora_again, "megatron_ddp", tmp_path / "ours")
     for (whole, again, files), (stock, _, names) in zip(ours, theirs, strict=True):
@@ -251,7 +295,7 @@ def test_an_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None
         assert 0 < whole.optimizer[1] < base / 10
 
 
-# --- without the launcher --------------------------------------------------------------------------------------------
+# --- without the launcher ---------------------------------------------------------------------------------------------
 
 
 def subclass_with_ours(folder: Path) -> tuple[dict[str, Any], str]:
@@ -279,7 +323,7 @@ def subclass_with_ours(folder: Path) -> tuple[dict[str, Any], str]:
     return state, type(trainer.accelerator).__module__
 
 
-def test_a_trainer_saves_without_the_launcher(worlds: Worlds, tmp_path: Path) -> None:
+def test_trainer_saves_without_the_launcher(worlds: Worlds, tmp_path: Path) -> None:
     (state, module), (_, other) = worlds.run(subclass_with_ours, tmp_path)
     assert module == other == "megastrategy.accelerate"
     assert_equal(torch.load(tmp_path / "checkpoint-8" / "optimizer.pt"), state)
