@@ -77,10 +77,10 @@ class PreparedModels(Generic[Model]):
         if len(owners) > 1 and not all(model.engine.steps_params_themselves for model in owners):
             kinds = ", ".join(type(model.module).__name__ for model in owners)
             raise ValueError(
-                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models; a sharded "
-                f"optimizer has one, and these are {kinds}. Give each model an optimizer of its own, with its own "
-                f"step(), zero_grad() and scheduler, and all stay sharded; or {prepare} one module that has them all "
-                "(torch.nn.ModuleDict), which stays sharded too; or, with fp32 weights and without shards, pass "
+                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models, {kinds}, and a "
+                "sharded optimizer has one.\n"
+                f"Give each model a separate optimizer; or {prepare} one module that contains them all "
+                "(torch.nn.ModuleDict); or, for fp32 weights without shards, pass "
                 f"{owners[0].engine.all_reduce_option}"
             )
         return owners

@@ -245,8 +245,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if sampler_of(data_loader) is not None:
             raise ValueError(
-                "a ResumableSampler divides the samples among the processes, and accelerate would do so again: leave "
-                "its loader out of accelerator.prepare(), iterate over sampler.batches(loader), and call "
+                "a ResumableSampler divides the samples among the processes, and accelerate would do so again.\n"
+                "Leave its loader out of accelerator.prepare(), iterate over sampler.batches(loader), and call "
                 "accelerator.register_for_checkpointing(sampler). On the same number of processes "
                 "DataLoaderConfiguration(use_stateful_dataloader=True) resumes with any sampler"
             )

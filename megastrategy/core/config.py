@@ -20,6 +20,11 @@ REMOVED = {
     "check_replicas_every_n_steps": "call model.check_replicas() between steps",
 }
 """Options of earlier versions, and what there is instead."""
+OTHER_NAMES = {
+    "bucket_cap_mb": "pass bucket_size, in elements (25 MiB of fp32 gradients are bucket_size=6_553_600)",
+    "gradient_as_bucket_view": "leave it out: gradients are always views of buckets while they accumulate",
+}
+"""Arguments of torch DDP that the strategies and plugins accept, and what a configuration has for them."""
 REMOVED_VALUES = {
     ("grad_wire_dtype", "int8"): "'bf16' or 'fp16'",
     ("overlap_param_gather", "step"): "False, the default: step() gathers the new weights",
@@ -29,9 +34,11 @@ REMOVED_VALUES = {
 
 
 def refuse_unknown_option(name: str, known: Iterable[str]) -> None:
-    """Raises ValueError for a name that is no option, with the nearest of ``known``, or what a removed one became."""
+    """Raises ValueError for a name that is no option, with the nearest of ``known``, or what to write instead."""
     if name in REMOVED:
         raise ValueError(f"the option {name!r} was removed: leave it out; {REMOVED[name]}")
+    if name in OTHER_NAMES:
+        raise ValueError(f"unknown argument {name!r}: {OTHER_NAMES[name]}")
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=1)
     # The whole list after one near name would hide it.

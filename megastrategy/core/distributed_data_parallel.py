@@ -431,8 +431,8 @@ def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[D
 def refuse_join(method: str) -> NoReturn:
     """Raises the error of torch's ``Join``, for a wrapped model and its optimizer."""
     raise NotImplementedError(
-        f"{method}() belongs to torch DDP, whose ranks may run out of batches one by one. Here every rank takes part "
-        "in every reduction, and steps its shard for the others. Give all ranks the same number of batches "
-        "(DistributedSampler repeats samples, or with drop_last=True leaves some out), or let a rank that has none "
-        "left run its backward on loss * 0.0"
+        f"{method}() belongs to torch DDP, whose ranks may run out of batches one by one: here every rank takes part "
+        "in every reduction, and steps its shard for the others.\n"
+        "Give all ranks the same number of batches (DistributedSampler repeats samples, or with drop_last=True leaves "
+        "some out), or let a rank without a batch run its backward on loss * 0.0"
     )

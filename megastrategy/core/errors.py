@@ -94,7 +94,7 @@ def raise_closed() -> NoReturn:
     """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
     raise ClosedError(
         "this DistributedDataParallel was closed, or its module or a layer of it was wrapped again since, or it is a "
-        "copy (deepcopy, pickle): it reduces no gradients. To train its module, call the wrapper that was made last, "
-        "or wrap the module again, and make a new DistributedOptimizer. Models that share a layer and are trained in "
-        "turns have one wrapper: wrap one module that contains them all (torch.nn.ModuleDict)"
+        "copy (deepcopy, pickle): it reduces no gradients.\n"
+        "Call the newest wrapper, or wrap the module again and make a new DistributedOptimizer. Wrap models that share "
+        "a layer together, in a torch.nn.ModuleDict"
     )

@@ -212,9 +212,9 @@ class Stage(PipelineStage):
         assert self._sent is not None
         self.problem = self.problem or (
             f"{self._last_layer} is the last layer of its stage and returned {found}, and {_described(self._sent)} in "
-            "the microbatch that its schedule was made for. Shapes may depend on the shapes of a batch, on numbers "
-            "that forward() gets and on numbers that are attributes of layers, and are the same in all microbatches: "
-            "pad to one shape, or keep the layer together with the next one (split_spec, keep_together)"
+            "the microbatch that its schedule was made for.\n"
+            "Shapes are the same in all microbatches of a batch: pad to one shape, or keep the layer together with the "
+            "next one (split_spec, keep_together)"
         )
         nothing = _zero_of(values)
         template = next((value for value in values if isinstance(value, DTensor)), None)

@@ -31,6 +31,8 @@ def test_unknown_option_names_the_nearest() -> None:
         DistributedDataParallelConfig(bucket_sze=1)  # type: ignore[call-arg]
     signature = inspect.signature(DistributedDataParallelConfig)
     assert tuple(signature.parameters) == field_names(), "as help() and editors show it"
+    with pytest.raises(ValueError, match=r"^unknown argument 'bucket_cap_mb': pass bucket_size, in elements"):
+        DistributedDataParallelConfig(bucket_cap_mb=25)  # type: ignore[call-arg]
 
 
 def make_config(options: dict[str, object]) -> object:

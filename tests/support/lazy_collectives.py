@@ -124,8 +124,11 @@ class PartialSums(Memory):
     """Memory in which a reduction may leave sums of some ranks' elements."""
 
     def poison(self) -> None:
-        sums = self.tensor()
-        sums.masked_fill_(sums != 0, float("nan"))
+        if self._dtype.is_floating_point or self._dtype.is_complex:
+            sums = self.tensor()
+            sums.masked_fill_(sums != 0, float("nan"))
+        else:
+            super().poison()
 
 
 Copies = Sequence[tuple[Memory, Tensor]]

@@ -123,9 +123,10 @@ _FAILED = (
     "goes on with its next batch, catch this error and do the same"
 )
 _OPTIONS = (
-    "the ranks have stepped with different options. lr, weight_decay, momentum and betas by group, where the optimizer "
-    "has them: {}. Each rank steps its shard with its own. Change options alike on all ranks: a schedule that follows "
-    "a metric (ReduceLROnPlateau) needs the same metric everywhere (self.log(..., sync_dist=True), or an all-reduce)"
+    "the ranks have stepped with different options, and each rank steps its shard with its own.\n"
+    "lr, weight_decay, momentum and betas by group, where the optimizer has them: {}.\n"
+    "Change options alike on all ranks: a schedule that follows a metric (ReduceLROnPlateau) needs the same metric "
+    "everywhere (self.log(..., sync_dist=True), or an all-reduce)"
 )
 
 

@@ -143,21 +143,15 @@ class ReducedGrad(Tensor):
         option = self.represented.all_reduce_option
         if "norm" in what or "clamp" in what:
             way_out = (
-                "To clip: Lightning's gradient_clip_val or self.clip_gradients, fabric.clip_gradients, "
-                "accelerator.clip_grad_norm_, or the DistributedOptimizer's clip_grad_norm_."
+                "Clip with Lightning's gradient_clip_val or self.clip_gradients, fabric.clip_gradients, "
+                "accelerator.clip_grad_norm_, or clip_grad_norm_ of the DistributedOptimizer"
             )
         else:
-            way_out = (
-                "An optimizer that reads it in step() is not connected to the wrapped model: it was never prepared, or "
-                "for an earlier wrapper. Step the one that configure_optimizers, fabric.setup or accelerator.prepare "
-                "returned, or a DistributedOptimizer of this wrapper, and prepare it again with a module that is "
-                "prepared again. To scale: megastrategy.GradScaler in place of torch's."
-            )
+            way_out = "Step the optimizer that was prepared with this wrapper; scale with megastrategy.GradScaler"
         return ReducedGradError(
-            f"{what} needs the gradient of {name!r}, which was reduce-scattered: this rank has a shard of it, and "
-            f".grad is a stand-in without elements. {way_out} On all ranks, full_grad(param) of the wrapped model, its "
-            "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. Or pass "
-            f"{option}: .grad is whole then, and the optimizer is not sharded"
+            f"{what} needs the gradient of {name!r}, which was reduce-scattered.\n"
+            "This rank has a shard of it, and .grad is a stand-in without elements.\n"
+            f"{way_out}; read with full_grad(param) on all ranks; or pass {option}"
         )
 
     # --- methods that do not pass the dispatcher ---------------------------------------------------------------------

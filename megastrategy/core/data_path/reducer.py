@@ -289,8 +289,8 @@ class Reducer:
             raise BucketInFlightError(
                 f"parameter {bucket.specs[place].name!r}: a second gradient arrived in one backward after bucket "
                 f"{bucket.plan.index} had been launched (a second backward inside the first, or a layer used by two "
-                "re-entrant checkpoints). Leave find_unused_parameters on and static_graph off, so that the ranks "
-                "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
+                "re-entrant checkpoints).\n"
+                "Leave find_unused_parameters on and static_graph off, or use checkpoint(use_reentrant=False)"
             )
         bucket.is_late = True
 
@@ -613,7 +613,7 @@ def stepped_in_backward(name: str) -> ParameterChangedError:
     """Returns the error for a parameter that a hook has stepped, or whose gradient it has dropped, in a backward."""
     return ParameterChangedError(
         f"parameter {name!r} was changed, or its .grad set to None, during a backward: an optimizer that steps in a "
-        "gradient hook (register_post_accumulate_grad_hook or register_hook: optimizer in backward, LOMO) uses this "
-        "rank's own gradient, and the ranks' weights would part. Step after backward(), with a DistributedOptimizer; "
-        'for gradients in less memory, DistributedDataParallelConfig(grad_buffer="pooled")'
+        "gradient hook (register_post_accumulate_grad_hook, LOMO) uses this rank's own gradient, and weights would "
+        "differ between ranks.\n"
+        'Step after backward(), with a DistributedOptimizer; grad_buffer="pooled" has gradients in less memory'
     )

@@ -123,7 +123,7 @@ def _replaced(name: str, added: str) -> ParameterChangedError:
     what = "another object" if added == name else f"{added!r}"
     return ParameterChangedError(
         f"parameter {name!r} was replaced by {what} (load_state_dict(assign=True), or an assignment to the module or "
-        "one of its submodules), which would not be trained. Load in place (assign=False, or param.data = x), or wrap "
-        "the model again, with a new optimizer. torch.func.functional_call: pass tensors that are computed from the "
-        "model's own parameters instead of new Parameters, which torch DDP would not reduce either"
+        "one of its submodules), which would not be trained.\n"
+        "Load in place (assign=False, or param.data = x), or wrap the model again, with a new optimizer. To "
+        "torch.func.functional_call pass tensors computed from the model's parameters, not new Parameters"
     )

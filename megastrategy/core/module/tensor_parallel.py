@@ -192,11 +192,10 @@ class TensorGroup(PartsGroup):
         shared = sorted(self._dp_ranks.intersection(mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise ValueError(
-                f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too, "
-                "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
-                'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
-                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
-                "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
+                f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too.\n"
+                'Make a mesh of two dimensions, "dp" and "tp": parallelize_module(module, mesh["tp"], plan), then '
+                'DistributedDataParallel(module, config, process_group=mesh.get_group("dp")).\n'
+                "Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2). "
                 "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
             )
 

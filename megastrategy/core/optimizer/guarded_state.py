@@ -90,10 +90,9 @@ def _check(key: Any, optimizer: ShardedOptimizer) -> None:
     if index is None or not optimizer.has_runs or optimizer.is_given_back:
         return
     raise DirectUseError(
-        f"the state of parameter {optimizer.engine.layout.params[index].name!r} was looked up, and what is stepped in "
-        "its place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
-        "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
-        "number alike may be done to optimizer.state.values(). torch's StateDictOptions(flatten_optimizer_state_dict="
-        "True) looks it up: leave that option out. Methods of the optimizer's class are called on that "
-        f"object, not as functions of the class. Or pass {optimizer.engine.all_reduce_option}"
+        f"the state of parameter {optimizer.engine.layout.params[index].name!r} was looked up: it belongs to a shard, "
+        "or to a main param, which is stepped in its place.\n"
+        "On all ranks, state_dict() of the prepared optimizer has full state, and load_state_dict() loads it; "
+        "optimizer.state.values() has this rank's shards. Leave out flatten_optimizer_state_dict=True of torch's "
+        f"StateDictOptions, which looks it up. Or pass {optimizer.engine.all_reduce_option}"
     )

@@ -42,12 +42,11 @@ def _refuse_around_another(optimizer: torch.optim.Optimizer) -> None:
         if inside.has_runs and engine.is_in_use and not engine.is_closed:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"this {kind} steps a DistributedOptimizer, its attribute {name!r}, and a second one around it would "
-                f"have no shards to step. In a loop, call step() of the {kind} as it is, without a second "
-                "DistributedOptimizer(), fabric.setup() or accelerator.prepare(). A Trainer sets up every optimizer "
-                "that is assigned to trainer.optimizers: assign none, and average or change the weights in a callback "
-                "(EMAWeightAveraging; on_train_batch_end)"
-                + (f", or pass {engine.all_reduce_option}" if engine.is_sharded else "")
+                f"this {kind} steps a DistributedOptimizer, its attribute {name!r}: a second one around it would have "
+                f"no shards.\nIn a loop, call step() of the {kind} as it is, without a second DistributedOptimizer(), "
+                "fabric.setup() or accelerator.prepare(). A Trainer sets up every optimizer that is assigned to "
+                "trainer.optimizers: assign none, and average or change the weights in a callback (EMAWeightAveraging)"
+                + (f"; or pass {engine.all_reduce_option}" if engine.is_sharded else "")
             )
 
 

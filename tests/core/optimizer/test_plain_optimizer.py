@@ -256,7 +256,7 @@ def test_an_optimizer_around_ours_trains_as_it_is(
         outer = kind(optimizer)
         if options is not None and size > 1 and options.get("use_distributed_optimizer", True):
             text = rf"this {kind.__name__} steps a DistributedOptimizer, its attribute 'inners?'.*step\(\) of the"
-            with pytest.raises(ValueError, match=rf"{text}.*EMAWeightAveraging.*use_distributed_optimizer=False"):
+            with pytest.raises(ValueError, match=rf"(?s){text}.*EMAWeightAveraging.*use_distributed_optimizer=False"):
                 DistributedOptimizer(outer, model)
         elif options is not None and kind is Averaging:
             outer = DistributedOptimizer(outer, model)
