@@ -36,7 +36,8 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(DEMO_STAMP)
 	@echo 'installing what tests and benchmarks need into $(VENV)'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # the first with --group
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group test --group bench
 	@rm -rf megastrategy.egg-info
 	@touch $@
 
@@ -63,8 +64,7 @@ ENGINE := tests/core --ignore tests/core/checkpoint
 DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabric/test_fabric.py \
   tests/doors/accelerate/test_accelerate.py
 nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[nightly]'
-	@rm -rf megastrategy.egg-info
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group nightly
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
@@ -77,8 +77,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## the site of the pages and of all public names, into build/docs; a warning is an error
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	@rm -rf megastrategy.egg-info
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs . build/docs
 
 fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (ARGS="--minutes 60 --seed 7")

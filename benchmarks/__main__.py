@@ -12,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("click", "matplotlib", "megastrategy", "rich", "torch"):
             raise
-        sys.exit(f"benchmarks: {error.name} is missing: pip install -e '.[bench]'")
+        sys.exit(f"benchmarks: {error.name} is missing: pip install -e . --group bench")
     benchmark(prog_name="python -m benchmarks")
 
 

@@ -48,7 +48,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the source distribution, built from the files that git knows."""
     if importlib.util.find_spec("build") is None:
-        pytest.skip("needs build: pip install -e '.[nightly]'")
+        pytest.skip("needs build: pip install --group nightly")
     folder = tmp_path_factory.mktemp("distributions")
     source = folder / "source"
     for name in run("git", "ls-files", "megastrategy", "*.toml", "*.py", "README.md", "LICENSE", cwd=ROOT).splitlines():

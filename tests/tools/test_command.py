@@ -48,12 +48,13 @@ def fails(*arguments: object, code: int = 1) -> str:
 
 
 def test_the_console_script_is_there_and_its_dependencies_are_an_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = content["project"]
     module, _, name = project["scripts"]["megastrategy"].partition(":")
     assert getattr(importlib.import_module(module), name) is cli.main
     extras = project["optional-dependencies"]
     assert {requirement.split(">")[0] for requirement in extras["cli"]} == {"click", "rich"}
-    tested = {requirement.split(">")[0] for requirement in extras["test"]}
+    tested = {requirement.split(">")[0] for requirement in content["dependency-groups"]["test"]}
     assert {"click", "rich"} <= tested
 
 

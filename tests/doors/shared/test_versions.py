@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 import tomllib
@@ -81,9 +82,8 @@ def test_the_metadata_has_the_same_minima() -> None:
     def release(version: str) -> list[int]:
         return [int(number) for number in version.split(".")]
 
-    asked = [
-        re.match(r"(lightning|pytorch-lightning|accelerate)>=([\d.]+)$", item) for e in extras.values() for item in e
-    ]
+    items = [*itertools.chain(*extras.values()), *content["dependency-groups"]["test"]]
+    asked = [re.match(r"(lightning|pytorch-lightning|accelerate)>=([\d.]+)$", item) for item in items]
     assert len(list(filter(None, asked))) >= 6
     for found in filter(None, asked):
         assert release(found[2]) >= release(ACCELERATE if found[1] == "accelerate" else LIGHTNING), found[0]
