@@ -30,6 +30,8 @@ POLL_S = 0.02
 PROCESS_POLL_S = 0.5
 """How often a waiting rank looks whether the others' processes have ended."""
 _MAX_CAUSE_CHARS = 400
+_MAX_CHAIN_CHARS = 1000
+_LEFT_OUT = " ... "
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -62,24 +64,21 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
 
 
 def describe(exception: BaseException) -> str:
-    """Returns class and message, the root cause first where the exception has one, in at most 1,000 characters.
+    """Returns class and message of an exception and its causes, the root cause first, in at most 1,000 characters.
 
     Of a data loader's worker all errors are in the message, as tracebacks.
     """
-    root = exception
-    seen = {id(root)}
-    while cause := (root.exceptions[0] if isinstance(root, BaseExceptionGroup) else root.__cause__):
-        if id(cause) in seen:
+    chain = [exception]
+    while cause := (chain[-1].exceptions[0] if isinstance(chain[-1], BaseExceptionGroup) else chain[-1].__cause__):
+        if any(cause is each for each in chain):
             break
-        root = cause
-        seen.add(id(root))
-    text = _line_of(root)
-    if root is not exception:
-        return f"{text}, which led to {_line_of(exception)}"
-    if (context := root.__context__) is not None and not root.__suppress_context__:
+        chain.append(cause)
+    root = chain[-1]
+    text = ", which led to ".join(_line_of(each) for each in reversed(chain))
+    if len(chain) == 1 and (context := root.__context__) is not None and not root.__suppress_context__:
         # Named second: an error in a fallback may have little to do with the one that it replaces.
-        return f"{text}, raised while handling {_line_of(context)}"
-    return text
+        text = f"{text}, raised while handling {_line_of(context)}"
+    return _shorten(text, _MAX_CHAIN_CHARS)
 
 
 def _line_of(exception: BaseException) -> str:
@@ -91,17 +90,27 @@ def _line_of(exception: BaseException) -> str:
         message = f"(its __str__ raises {type(error).__name__})"
     lines = message.splitlines()
     if len(lines) > 1 and (_TRACEBACK in message or len(message) > _MAX_CAUSE_CHARS):
-        last = (_errors_in_tracebacks(message) or lines[-1].strip()).removeprefix(f"{name}: ")[:_MAX_CAUSE_CHARS]
+        last = (_errors_in_tracebacks(message) or lines[-1].strip()).removeprefix(f"{name}: ")
+        last = _shorten(last, _MAX_CAUSE_CHARS)
         rest = _MAX_CAUSE_CHARS - len(last)
         message = f"{last} ({lines[0][:rest]})" if rest > 0 else last
-    message = message[:_MAX_CAUSE_CHARS]
+    message = _shorten(message, _MAX_CAUSE_CHARS)
     return f"{name}: {message}" if message else name
+
+
+def _shorten(text: str, max_chars: int) -> str:
+    """Returns the beginning and the end of a longer text: either may have the reason."""
+    if len(text) <= max_chars:
+        return text
+    num_last = (max_chars - len(_LEFT_OUT)) // 2
+    return f"{text[: max_chars - len(_LEFT_OUT) - num_last]}{_LEFT_OUT}{text[-num_last:]}"
 
 
 def _errors_in_tracebacks(message: str) -> str:
     """Returns the errors that end the tracebacks in a message, the root cause first."""
     errors = []
-    for traceback in message.split(_TRACEBACK)[1:]:
+    # The frames and errors of a group are behind a margin.
+    for traceback in re.sub(r"^ +\| ", "", message, flags=re.MULTILINE).split(_TRACEBACK)[1:]:
         after_frames = re.search(r"^\S.*", traceback.partition("\n")[2], re.MULTILINE | re.DOTALL)
         if after_frames is not None:
             errors.append(re.split(r"\n\n(?:The above exception|During handling)", after_frames[0])[0].strip())

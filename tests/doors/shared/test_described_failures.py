@@ -32,8 +32,9 @@ def test_failure_of_a_worker_begins_with_its_cause() -> None:
 
 
 def test_failure_of_a_chain_begins_with_its_root() -> None:
+    """Frameworks of configurations wrap an error that user code has wrapped before."""
     described = describe(chained(RuntimeError("x" * 5000), chained(ValueError("bad row"), KeyError("id"))))
-    assert described.startswith("KeyError: 'id', which led to RuntimeError: xxx")
+    assert described.startswith("KeyError: 'id', which led to ValueError: bad row, which led to RuntimeError: xxx")
     assert len(described) < LIMIT
 
 
@@ -68,3 +69,20 @@ def test_failure_names_the_error_that_was_handled() -> None:
     error = RuntimeError("no sample")
     error.__context__ = KeyError("id")
     assert describe(error) == "RuntimeError: no sample, raised while handling KeyError: 'id'"
+
+
+@pytest.mark.parametrize("separator", [" ", "\n"])
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_failure_with_a_long_message_keeps_its_end(in_worker: bool, separator: str) -> None:
+    error = OSError(separator.join(["no sample in", *(f"/data/{number}" for number in range(500)), "disk full"]))
+    described = describe(error_of_a_worker(error) if in_worker else error)
+    assert "no sample in" in described
+    assert "disk full" in described
+    assert len(described) < LIMIT
+
+
+def test_failure_of_a_worker_names_the_errors_of_a_group() -> None:
+    error = raised_from(OSError("loading failed"), ExceptionGroup("two files", [ValueError("bad row"), KeyError("id")]))
+    described = describe(error_of_a_worker(error))
+    assert described.index("ValueError: bad row") < described.index("which led to OSError: loading failed")
+    assert "KeyError: 'id'" in described
