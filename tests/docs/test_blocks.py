@@ -64,7 +64,7 @@ def script(page: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", LAUNCHERS)
-def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
+def test_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     done = run_script(script(page, tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
 @pytest.mark.parametrize(
     "page", [page if page == "plain_loop.md" else pytest.param(page, marks=pytest.mark.long) for page in LAUNCHERS]
 )
-def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: str) -> None:
+def test_block_of_a_page_runs_as_the_page_says(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     assert run([sys.executable, *LAUNCHERS[page], script(page, tmp_path).name], tmp_path).count(text) == times
 

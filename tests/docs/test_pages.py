@@ -1,4 +1,4 @@
-"""Links of every page lead somewhere, and what names a version or a command names one that is there."""
+"""Links of every page lead somewhere; pages and figures that a command writes are those that it writes now."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import megastrategy
+from benchmarks.memory_table import BF16, FP32, table
 
-from . import PAGES, ROOT
+from . import PAGES, ROOT, command_line, options
 
 
 def links(page: Path) -> list[str]:
@@ -33,7 +34,26 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_version_stands_everywhere() -> None:
+def test_version_is_in_all_places() -> None:
     version = megastrategy.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_command_line_page_is_the_commands_help() -> None:
+    assert command_line.PAGE.read_text(encoding="utf-8") == command_line.page(), "python -m tests.docs.command_line"
+
+
+def test_options_page_is_the_docstrings() -> None:
+    assert options.PAGE.read_text(encoding="utf-8") == options.page(), "python -m tests.docs.options"
+
+
+def test_memory_page_has_the_printed_table() -> None:
+    assert table() in (ROOT / "docs" / "memory.md").read_text()
+
+
+def test_readme_has_the_bytes_of_eight_ranks() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (?:bytes per parameter on one of 8|with bf16 weights)[^|]*(.*)$", text, re.MULTILINE)
+    for row, methods in zip(rows, (FP32, BF16), strict=True):
+        assert sorted(re.findall(r"[\d.]+", row)) == sorted(f"{method.bytes_on(8):.4g}" for method in methods)

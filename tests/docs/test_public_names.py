@@ -1,11 +1,18 @@
-"""Every address has the names that it promises, no other, and the reference shows them all."""
+"""Every address has the names that it promises, no other; the reference shows them, and a type checker knows them."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core import ConfigOptions
 
 from . import ROOT
 
@@ -65,7 +72,7 @@ COMMANDS = ["megastrategy.launch", "megastrategy.tools.commands"]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_an_address_has_the_names_that_it_promises(module: str) -> None:
+def test_address_has_its_names(module: str) -> None:
     if module == "megastrategy.ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'megastrategy[ray]'")
     found = importlib.import_module(module)
@@ -74,7 +81,7 @@ def test_an_address_has_the_names_that_it_promises(module: str) -> None:
         assert getattr(found, name) is not None, name
 
 
-def test_every_module_that_is_not_private_is_an_address_or_a_command() -> None:
+def test_public_module_is_an_address_or_a_command() -> None:
     """All except ``core``, which the addresses are made of, and the tools behind the command line."""
     package = ROOT / "megastrategy"
     names = {
@@ -85,7 +92,7 @@ def test_every_module_that_is_not_private_is_an_address_or_a_command() -> None:
     assert names | {"megastrategy"} == {*PUBLIC, "megastrategy.launch", "megastrategy.core", "megastrategy.tools"}
 
 
-def test_the_reference_shows_every_public_name() -> None:
+def test_reference_shows_every_public_name() -> None:
     api = (ROOT / "docs" / "reference" / "api.rst").read_text(encoding="utf-8")
     directive = r"^(?:\.\. (?:autoclass|autofunction|py:class|py:data)::|  +)\s*(megastrategy\.[\w.]+)$"
     shown = set(re.findall(directive, api, re.MULTILINE))
@@ -96,3 +103,34 @@ def test_the_reference_shows_every_public_name() -> None:
     assert shown == promised
     for module in COMMANDS:
         assert f"\n.. automodule:: {module}\n" in api
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """\
+import megastrategy
+from megastrategy import DistributedDataParallelConfig, MegatronDDPStrategy
+
+config = DistributedDataParallelConfig(bucket_size=1)
+strategy = MegatronDDPStrategy(bucket_size=1, find_unused_parameters=False, tensor_parallel_size=2)
+misspelt = MegatronDDPStrategy(buckt_size=1)
+absent = megastrategy.nothing
+"""
+
+
+def test_options_have_the_fields_types() -> None:
+    """The fields of the config are written a second time for checkers."""
+    assert get_type_hints(ConfigOptions) == get_type_hints(DistributedDataParallelConfig)
+
+
+@pytest.mark.long
+def test_type_checker_reports_two_errors(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    errors = [line.partition(": error: ")[2] for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert 'Unexpected keyword argument "buckt_size" for "MegatronDDPStrategy"' in errors[0]
+    assert 'Module has no attribute "nothing"' in errors[1]

@@ -28,7 +28,7 @@ def write_script(folder: Path) -> Path:
     return path
 
 
-def test_training_and_resuming_print_what_the_page_shows(tmp_path: Path) -> None:
+def test_tutorial_prints_what_the_page_shows(tmp_path: Path) -> None:
     script = write_script(tmp_path)
     under_ddp, ours, resumed = (command[2:] for command in commands() if command[:2] == ["python", "train.py"])
     first, equal, setup, after = texts()

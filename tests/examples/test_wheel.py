@@ -70,7 +70,7 @@ def python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return interpreter
 
 
-def test_both_have_the_package_and_nothing_else(distributions: Path) -> None:
+def test_distributions_have_only_the_package(distributions: Path) -> None:
     [wheel], [source] = distributions.glob("*.whl"), distributions.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -85,7 +85,7 @@ def test_both_have_the_package_and_nothing_else(distributions: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wheel", "source"])
-def test_it_trains_by_name(kind: str, python: Path, distributions: Path, tmp_path: Path) -> None:
+def test_installed_package_trains_by_name(kind: str, python: Path, distributions: Path, tmp_path: Path) -> None:
     if kind == "source":
         [source] = distributions.glob("*.tar.gz")
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", source, cwd=tmp_path)
@@ -95,6 +95,6 @@ def test_it_trains_by_name(kind: str, python: Path, distributions: Path, tmp_pat
     assert Path(file).is_relative_to(python.parents[1])
 
 
-def test_the_command_is_installed_with_its_extra(python: Path, tmp_path: Path) -> None:
+def test_command_is_installed_with_its_extra(python: Path, tmp_path: Path) -> None:
     printed = run(python.with_name("megastrategy"), "--version", cwd=tmp_path)
     assert printed == f"megastrategy, version {megastrategy.__version__}\n"
