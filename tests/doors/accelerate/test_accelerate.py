@@ -6,13 +6,11 @@ from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from megastrategy.core.errors import ReducedGradError
 from tests.support.comparison import assert_equal
 
 from ..accelerate_loops import (
-    Run,
     Worlds,
     adamw,
     both_modes,
@@ -24,7 +22,6 @@ from ..accelerate_loops import (
     train,
     weights_of,
 )
-from ..fits import AwkwardNet, loader
 from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
 
 SHORT_WINDOW = {"gradient_accumulation_steps": 3}
@@ -76,40 +73,6 @@ def test_infinite_gradient_skips_step_on_both_ranks(worlds: Worlds, mode: dict[s
     assert [run.skipped for run in expected] == [[3], [3]]
     rtol = 1e-6 if mode["use_distributed_optimizer"] else 0.0
     assert_equal(worlds.run(train, "megatron_ddp", mode, **options), expected, rtol=rtol)
-
-
-def train_16_bit_by_hand(epochs: int) -> Run:
-    """The obvious way: bf16 weights for forward and backward, an fp32 copy of each for the optimizer."""
-    net = AwkwardNet().bfloat16()
-    weights = [param for param in net.parameters() if param.requires_grad]
-    mains = [param.detach().float() for param in weights]
-    optimizer = adamw(mains)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
-    run = Run({})
-    batches = [batch for _ in range(epochs) for batch in loader()]
-    for number, (features, tokens, targets) in enumerate(batches):
-        loss = F.cross_entropy(net(features.bfloat16(), tokens, number % 2 == 1).float(), targets)
-        loss.backward()
-        for param, main in zip(weights, mains, strict=True):
-            main.grad = None if param.grad is None else param.grad.float()
-            param.grad = None
-        optimizer.step()
-        scheduler.step()
-        for param, main in zip(weights, mains, strict=True):
-            param.data.copy_(main)
-        run.losses.append(loss.item())
-        run.rates.append(optimizer.param_groups[0]["lr"])
-    run.weights = weights_of(net)
-    return run
-
-
-def test_main_params_of_one_process_are_fp32(worlds: Worlds) -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "size": 1}
-    (expected,), (ours,) = worlds.run(train_16_bit_by_hand, 2, size=1), worlds.run(train, "megatron_ddp", **options)
-    ours.state = None
-    assert_equal(ours, expected)
-    (plain,) = worlds.run(train, "ddp", **options)
-    assert plain.losses != expected.losses
 
 
 def test_16_bit_weights_of_two_ranks_stay_equal(worlds: Worlds) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from ..accelerate_loops import (
 )
 from ..fits import AwkwardNet, loader
 from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
-from ..rank_processes import Failure, assert_failed
+from ..rank_processes import assert_failed
 
 SAVED_AFTER = 4  # of 7 batches, two a step: what is accumulated in mid-window is in no checkpoint
 
@@ -223,28 +222,6 @@ def test_directory_has_main_processs_buffers(worlds: Worlds, tmp_path: Path) -> 
     assert_equal(dict(sorted(saved.items())), first)
 
 
-def test_directory_of_another_model_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    worlds.run(train_from, "megatron_ddp", {"state_dict_type": "sharded"}, save=folder)
-    for message in worlds.run(load_into_another_model, folder):
-        assert "which the model does not have" in message
-    shutil.rmtree(folder / DIRECTORY)
-    outcomes = worlds.outcomes(train_from, "megatron_ddp", load=folder)
-    assert all(isinstance(outcome, Failure) for outcome in outcomes)
-
-
-def load_into_another_model(folder: Path) -> str:
-    accelerator = make_accelerator("megatron_ddp")
-    net = nn.Linear(3, 3)
-    model, _ = accelerator.prepare(net, adamw(net.parameters()))
-    before = weights_of(net)
-    with pytest.raises(RuntimeError) as caught:
-        accelerator.load_state(str(folder))
-    assert_equal(weights_of(net), before)
-    model(torch.ones(2, 3)).sum().backward()  # all ranks are in step
-    return str(caught.value)
-
-
 def save_scale(name: str, folder: Path, load: bool) -> tuple[float, int]:
     accelerator = make_accelerator(name, find_unused=False)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0 if load else 1024.0, growth_interval=3)
@@ -302,7 +279,7 @@ def test_saved_weights_are_whole_and_small(worlds: Worlds, tmp_path: Path) -> No
     assert (tmp_path / "one.bin").stat().st_size < 3000, "a scalar, and not the buffer that it lies in"
 
 
-def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], list[list[str]], list[Tensor]]:
+def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """As diffusers does: a hook saves the weights in its own way, and takes them from what accelerate would save."""
     accelerator = make_accelerator("megatron_ddp", plugin)
     nets = [AwkwardNet(1), AwkwardNet(2)]
@@ -333,12 +310,12 @@ def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], li
     assert len(models) == len(accelerator._models)
     for handle in handles:
         handle.remove()
-    return seen, names, [next(net.parameters()).detach().clone() for net in nets]
+    return seen, names
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_hooks_see_users_modules(worlds: Worlds, kind: str, tmp_path: Path) -> None:
-    for seen, names, _ in worlds.run(save_with_hooks, tmp_path / "saved", {"state_dict_type": kind}):
+    for seen, names in worlds.run(save_with_hooks, tmp_path / "saved", {"state_dict_type": kind}):
         assert seen == ["AwkwardNet", "AwkwardNet"]
         assert all("inputs.weight" in keys for keys in names)
 

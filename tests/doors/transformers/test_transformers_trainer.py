@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -295,38 +294,7 @@ def test_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
         assert 0 < whole.optimizer[1] < base / 10
 
 
-# --- without the launcher ---------------------------------------------------------------------------------------------
-
-
-def subclass_with_ours(folder: Path) -> tuple[dict[str, Any], str]:
-    """A Trainer whose author makes the Accelerator, and which saves: by Trainer's way on one rank alone."""
-    import transformers.trainer
-    from transformers import Trainer
-
-    from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
-
-    class OursTrainer(Trainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            theirs = transformers.trainer.Accelerator
-            transformers.trainer.Accelerator = functools.partial(Accelerator, megatron_ddp_plugin=MegatronDDPPlugin())
-            try:
-                super().create_accelerator_and_postprocess()
-            finally:
-                transformers.trainer.Accelerator = theirs
-
-    stock = make_trainer(folder / "unused", save_strategy="epoch")
-    args = stock.args
-    args.output_dir = str(folder)
-    trainer = OursTrainer(MODELS["bert"](), args, train_dataset=stock.train_dataset)
-    trainer.train()
-    state = trainer.optimizer.state_dict()
-    return state, type(trainer.accelerator).__module__
-
-
-def test_trainer_saves_without_the_launcher(worlds: Worlds, tmp_path: Path) -> None:
-    (state, module), (_, other) = worlds.run(subclass_with_ours, tmp_path)
-    assert module == other == "megastrategy.accelerate"
-    assert_equal(torch.load(tmp_path / "checkpoint-8" / "optimizer.pt"), state)
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def evaluate_alone(folder: Path, name: str) -> dict[str, float]:
