@@ -60,11 +60,9 @@ def run_script(
     ranks: int = 2,
     environment: Mapping[str, str] | None = None,
     before: tuple[str, ...] = (),
-    python: Path | None = None,
     timeout_s: float = HANG_S,
 ) -> Done:
-    """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first.
-    ``python``: another interpreter than this one."""
+    """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first."""
     base = outside_of_ranks() | {"PYTHONIOENCODING": "utf-8"}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0", **(environment or {})}
@@ -74,8 +72,8 @@ def run_script(
     try:
         for rank in range(ranks):
             variables = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if FRESH_SCRIPTS or python is not None:
-                command = [str(python or sys.executable), *(["-m"] if before else []), *argv]
+            if FRESH_SCRIPTS:
+                command = [sys.executable, *(["-m"] if before else []), *argv]
                 processes.append(_start_interpreter(command, cwd, variables, out.write, err.write))
             else:
                 processes.append(_start_fork(argv, bool(before), cwd, variables, out.write, err.write))

@@ -1,6 +1,6 @@
 """A plain loop for ``megastrategy plan``, which can also count its own allocations in a real run.
 
-python -m tests.tools.planned_script (gpt | frozen | conv | resnet | llava | bert | llama) [--count] [--without-onednn]
+python -m tests.tools.planned_script (gpt | frozen | conv) [--count]
 """
 
 from __future__ import annotations
@@ -48,86 +48,10 @@ class ConvNet(nn.Module):
         return self.head(self.features(images).flatten(1)).square().mean()
 
 
-class Residual(nn.Module):
-    """Two convolutions around a sum; the way around has a convolution where the size changes."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(2))
-        self.around = nn.Conv2d(before, after, 1, stride, bias=False) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.norms[1](self.second(self.norms[0](self.first(x)).relu()))
-        result: Tensor = (out + self.around(x)).relu()
-        return result
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks, self.head = nn.Sequential(*(Residual(*each) for each in sizes)), nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3))).square().mean()
-
-
-class Llava(nn.Module):
-    """A vision tower that is frozen, a projector that is trained, and a language model that is frozen behind it: it has
-    a backward, and no gradients of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Conv2d(3, WIDTH, 8, 8), nn.Flatten(2))
-        self.vision = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.projector = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.language = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(3)
-        )
-        for module in (self.tower, self.vision, self.language):
-            module.requires_grad_(False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.tower(images).transpose(1, 2)
-        for block in self.vision:
-            x = block(x)
-        x = self.projector(x)
-        for block in self.language:
-            x = block(x)
-        return x.square().mean()
-
-
-class Language(nn.Module):
-    """A model of Transformers' from its configuration, with its loss."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        import transformers as t
-
-        sizes = {"vocab_size": 1000, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
-        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4}
-        if name == "bert":
-            self.model = t.BertForMaskedLM(t.BertConfig(**sizes))
-        else:
-            self.model = t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
 def make(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    if name in ("conv", "resnet", "llava"):
-        module = {"conv": ConvNet, "resnet": ResNet, "llava": Llava}[name]()
-        return module, torch.randn(BATCH, 3, 64, 64)
-    if name in ("bert", "llama"):
-        return Language(name), torch.randint(0, 1000, (BATCH, LENGTH))
+    if name == "conv":
+        return ConvNet(), torch.randn(BATCH, 3, 64, 64)
     return Gpt(3 if name == "frozen" else 0), torch.randint(0, 1000, (BATCH, LENGTH))
 
 
@@ -168,5 +92,4 @@ def main(name: str, counts: bool) -> None:
 
 
 if __name__ == "__main__":
-    torch.backends.mkldnn.set_flags("--without-onednn" not in sys.argv)
     main(sys.argv[1], "--count" in sys.argv)

@@ -47,7 +47,7 @@ def fails(*arguments: object, code: int = 1) -> str:
     return result.stderr
 
 
-def test_the_console_script_is_there_and_its_dependencies_are_an_extra() -> None:
+def test_console_script_is_declared() -> None:
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = content["project"]
     module, _, name = project["scripts"]["megastrategy"].partition(":")
@@ -65,14 +65,14 @@ def hide(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Hides(missing), *sys.meta_path])
 
 
-def test_without_click_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_without_click_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     hide("click", monkeypatch)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == "megastrategy: the command needs click: pip install 'megastrategy[cli]'"
 
 
-def test_without_rich_a_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_without_rich_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide("rich", monkeypatch)
     result = CliRunner().invoke(root, ["checkpoint", "inspect", str(tmp_path)])
     assert result.exit_code == 1
@@ -108,7 +108,7 @@ def test_help_and_version() -> None:
         assert "--trust" in succeeds(command, "--help")
 
 
-def test_the_three_commands_do_what_they_say(directory: Saved, file: Saved, tmp_path: Path) -> None:
+def test_commands_convert_and_inspect(directory: Saved, file: Saved, tmp_path: Path) -> None:
     """stdout is what was written, for scripts; progress would be on stderr of a terminal."""
     whole, again = tmp_path / "whole.ckpt", tmp_path / "again.ckpt"
     assert succeeds("consolidate", directory.path, whole) == f"{whole}\n"
@@ -124,9 +124,7 @@ def test_the_three_commands_do_what_they_say(directory: Saved, file: Saved, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"whole.ckpt", "again.ckpt", "names.json"}
 
 
-def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
-    directory: Saved, file: Saved, tmp_path: Path
-) -> None:
+def test_failure_is_one_line_with_the_remedy(directory: Saved, file: Saved, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
@@ -162,9 +160,48 @@ def test_foreign_content_is_refused_in_one_line(tmp_path: Path, content: dict[st
     assert message in fails("inspect", path)
 
 
-def test_file_with_other_optimizer_states_is_not_converted(tmp_path: Path) -> None:
+def test_file_of_other_state_is_not_converted(tmp_path: Path) -> None:
     """Whoever wrote it: a file without Lightning's version, too."""
     path = tmp_path / "foreign.ckpt"
     torch.save({"state_dict": {"weight": torch.ones(2)}, "optimizer_states": "x"}, path)
     assert "'optimizer_states' is a str" in fails("convert", path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# --- launch: what is refused before a script runs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "one.yaml: No such file or directory"),
+        ("megatron_ddp_config: {buckt_size: 3}", [], "did you mean 'bucket_size'?"),
+        ("megatron_ddp_config: {}", ["--no_python"], "--no_python: the launcher runs Python scripts"),
+        ("[]", [], "one.yaml: expected keys"),
+        ("distributed_type: 'NO'\nuse_cpus: true", [], "one.yaml: unknown key 'use_cpus': did you mean 'use_cpu'?"),
+        (
+            "megatron_ddp_confg: {}",
+            [],
+            "one.yaml: unknown key 'megatron_ddp_confg': did you mean 'megatron_ddp_config'?",
+        ),
+        ("colour: red", [], "one.yaml: unknown key 'colour', neither accelerate's nor megatron_ddp_config"),
+        ("num_processes: 2", [], "accelerate: A `distributed_type` must be specified"),
+        ("distributed_type: MULTI_GPUS", [], "accelerate: 'MULTI_GPUS' is not a valid DistributedType"),
+        ("distributed_type: DEEPSPEED", [], "one.yaml: distributed_type: DEEPSPEED: a model is trained by one engine"),
+        ("distributed_type: FSDP\nmegatron_ddp_config: {}", [], "one.yaml: distributed_type: FSDP: a model is trained"),
+        ("distributed_type: MEGATRON_LM", [], "one.yaml: distributed_type: MEGATRON_LM: a model is trained"),
+        ("distributed_type: 'NO'", ["--use_deepspeed"], "--use_deepspeed: a model is trained by one engine"),
+        ("distributed_type: 'NO'", ["--use_fsdp"], "--use_fsdp: a model is trained by one engine"),
+    ],
+)
+def test_wrong_launch_is_one_line(
+    content: str | None, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise AssertionError('it ran')")
+    if content is not None:
+        Path("one.yaml").write_text(content)
+    result = CliRunner().invoke(root, ["launch", *arguments, "--config_file", "one.yaml", "train.py"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert message in line

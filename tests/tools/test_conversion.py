@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.doors.lightning.test_lightning_checkpoints import (
     small_steps,
 )
 from tests.doors.rank_processes import Ranks
+from tests.support.optimizers import KeepsNested, MatricesAndRest
 
 from .conftest import SHARDED, Saved
 
@@ -59,7 +61,7 @@ def assert_same_directories(actual: Path, expected: Path) -> None:
 # --- a Trainer's -----------------------------------------------------------------------------------------------------
 
 
-def test_a_consolidated_directory_is_the_file_that_ddp_writes(directory: Saved, file: Saved, tmp_path: Path) -> None:
+def test_consolidated_directory_is_ddps_file(directory: Saved, file: Saved, tmp_path: Path) -> None:
     """The file of the same run, whose weights are equal to the bit; with parameter numbers in the optimizer's order."""
     consolidate(directory.path, tmp_path / "whole.ckpt")
     mine, theirs = load(tmp_path / "whole.ckpt"), load(file.path)
@@ -71,7 +73,7 @@ def test_a_consolidated_directory_is_the_file_that_ddp_writes(directory: Saved, 
     assert [path.name for path in tmp_path.iterdir()] == ["whole.ckpt"]
 
 
-def test_a_converted_file_is_the_directory_that_ranks_write(directory: Saved, file: Saved, tmp_path: Path) -> None:
+def test_converted_file_is_the_ranks_directory(directory: Saved, file: Saved, tmp_path: Path) -> None:
     """Loaded as any number of ranks would; the names are from the code."""
     whole = read_file(file.path)
     convert(whole, names_from_module(CODE, whole), tmp_path / "sharded.ckpt")
@@ -79,7 +81,7 @@ def test_a_converted_file_is_the_directory_that_ranks_write(directory: Saved, fi
     assert [path.name for path in tmp_path.iterdir()] == ["sharded.ckpt"]
 
 
-def test_main_params_come_along_both_ways(bf16: dict[str, Saved], tmp_path: Path) -> None:
+def test_main_params_are_converted(bf16: dict[str, Saved], tmp_path: Path) -> None:
     consolidate(bf16["sharded"].path, tmp_path / "whole.ckpt")
     saved = load(bf16["full"].path)
     assert_same_value(load(tmp_path / "whole.ckpt"), saved, "checkpoint")
@@ -88,7 +90,7 @@ def test_main_params_come_along_both_ways(bf16: dict[str, Saved], tmp_path: Path
     assert_same_directories(tmp_path / "sharded.ckpt", bf16["sharded"].path)
 
 
-def test_runs_resume_from_either_as_if_nothing_had_been(
+def test_runs_resume_from_either(
     ranks: Ranks, directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path
 ) -> None:
     """Losses and weights to the bit: sharded -> file -> "ddp", and "ddp" -> directory -> sharded."""
@@ -110,7 +112,7 @@ def test_runs_resume_from_either_as_if_nothing_had_been(
             assert_same_tensors(mine.weights, expected.weights)
 
 
-def test_a_module_without_optimizers_has_an_empty_state_both_ways(file: Saved, tmp_path: Path) -> None:
+def test_module_without_optimizers_is_converted(file: Saved, tmp_path: Path) -> None:
     """Lightning's stand-in has the state {}, which leaves no trace in a directory; without the list "ddp" would
     refuse to resume."""
     content = torch.load(file.path, weights_only=True)
@@ -126,7 +128,7 @@ def test_a_module_without_optimizers_has_an_empty_state_both_ways(file: Saved, t
     assert_same_value(load(tmp_path / "again"), load(tmp_path / "file"), "checkpoint")
 
 
-# --- Fabric's, and others' -------------------------------------------------------------------------------------------
+# --- others' ----------------------------------------------------------------------------------------------------
 
 
 def save_alone(state: dict[str, Any], path: Path) -> None:
@@ -134,33 +136,6 @@ def save_alone(state: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*to save in a single process")
         dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def save_both_ways(folder: Path, dtype: torch.dtype) -> None:
-    for kind in ("sharded", "full"):
-        strategy = FabricStrategy(bucket_size=100, state_dict_type=kind)
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        fabric.launch()
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)).to(dtype)
-        body, head = net[0].parameters(), net[2].parameters()
-        model, optimizer = fabric.setup(net, torch.optim.AdamW([{"params": head}, {"params": body}], lr=1e-2))
-        for _ in range(2):
-            fabric.backward(model(torch.ones(4, 5, dtype=dtype)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.save(folder / kind, {"net": model, "adam": optimizer, "step": 2, "history": {"loss": [1.0, 2.0]}})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fabrics_are_converted_as_fabric_writes_them(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    ranks.run(save_both_ways, tmp_path, dtype)
-    consolidate(tmp_path / "sharded", tmp_path / "file")
-    saved = load(tmp_path / "full")
-    assert_same_value(load(tmp_path / "file"), saved, "checkpoint")
-    assert (MAIN_PARAMS_KEY in saved) == (dtype == torch.bfloat16)
-    convert(read_file(tmp_path / "full"), names_from(tmp_path / "sharded"), tmp_path / "directory")
-    assert_same_directories(tmp_path / "directory", tmp_path / "sharded")
 
 
 def test_tensors_of_every_kind_survive(tmp_path: Path) -> None:
@@ -188,6 +163,67 @@ def test_tensors_of_every_kind_survive(tmp_path: Path) -> None:
         assert torch.equal(
             tensor.float() if "eight" in name else tensor, expected.float() if "eight" in name else expected
         )
+
+
+# --- state of every kind, as Fabric's ranks write it ------------------------------------------------------------------
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def head_first(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": params[2:]}, {"params": params[:2]}], lr=1e-2)
+
+
+def adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Keeps rows and columns of matrices, and all of vectors."""
+    return torch.optim.Adafactor(params, lr=0.02)
+
+
+def matrices_and_rest(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Steps one group whole and one as shards."""
+    matrices = [param for param in params if param.dim() > 1]
+    return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in params if p.dim() < 2]}])
+
+
+def net_of(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def save_both_ways(folder: Path, make: Make, dtype: torch.dtype) -> None:
+    for kind in ("sharded", "full"):
+        strategy = FabricStrategy(bucket_size=100, state_dict_type=kind)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        net = net_of(13).to(dtype)
+        model, optimizer = fabric.setup(net, make([*net.parameters()]))
+        for step in range(2):
+            fabric.backward(model(torch.full((4, 5), 1.0 + step, dtype=dtype)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(folder / kind, {"net": model, "optimizer": optimizer, "step": 2, "history": {"loss": [1.0, 2.0]}})
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (head_first, torch.float32),
+        (head_first, torch.bfloat16),
+        (adafactor, torch.float32),
+        (KeepsNested, torch.float32),
+        (matrices_and_rest, torch.bfloat16),
+    ],
+)
+def test_state_converts_as_ranks_write_it(ranks: Ranks, tmp_path: Path, make: Make, dtype: torch.dtype) -> None:
+    """Groups in another order, rows and columns, dictionaries, and shards beside whole ones."""
+    ranks.run(save_both_ways, tmp_path, make, dtype)
+    consolidate(tmp_path / "sharded", tmp_path / "file")
+    saved = load(tmp_path / "full")
+    assert_same_value(load(tmp_path / "file"), saved, "checkpoint")
+    assert (MAIN_PARAMS_KEY in saved) == (dtype == torch.bfloat16)
+    convert(read_file(tmp_path / "full"), names_from(tmp_path / "sharded"), tmp_path / "directory")
+    assert_same_directories(tmp_path / "directory", tmp_path / "sharded")
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -222,7 +258,7 @@ def broken() -> nn.Module:
         ("absent", "has no attribute 'absent'"),
     ],
 )
-def test_code_that_is_not_the_runs_is_refused(file: Saved, tmp_path: Path, code: str, message: str) -> None:
+def test_code_of_another_run_is_refused(file: Saved, tmp_path: Path, code: str, message: str) -> None:
     whole = read_file(file.path)
     with pytest.raises(CheckpointError, match=message):
         convert(whole, names_from_module(f"{__name__}:{code}", whole), tmp_path / "sharded.ckpt")
@@ -233,7 +269,7 @@ def rename(groups: list[list[str]], old: str, new: str) -> list[list[str]]:
     return [[new if name == old else name for name in group] for group in groups]
 
 
-def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Saved, tmp_path: Path) -> None:
+def test_wrong_names_are_refused(file: Saved, directory: Saved, tmp_path: Path) -> None:
     whole = read_file(file.path)
     right = names_from(directory.path)["optimizer_0"]
     exchanged = rename(rename(rename(right, "norm.bias", "third"), "out.bias", "norm.bias"), "third", "out.bias")
@@ -263,12 +299,31 @@ def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Sa
     assert_same_directories(tmp_path / "sharded.ckpt", directory.path)
 
 
+def test_elementwise_state_checks_names(tmp_path: Path) -> None:
+    """Adafactor's of vectors is; that of matrices has other shapes, and fits any of them."""
+    net = net_of(13)
+    optimizer = adafactor([*net.parameters()])
+    net(torch.ones(4, 5)).square().mean().backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    right = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert state[0]["row_var"].shape != net[0].weight.shape
+    wrong = {"optimizer": [["0.weight", "2.bias", "2.weight", "0.bias"]]}
+    with pytest.raises(CheckpointError, match=r"1 cannot be '2.bias' of shape \(3,\), since 'variance' has shape \(13"):
+        convert(read_file(tmp_path / "file"), wrong, tmp_path / "directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    convert(read_file(tmp_path / "file"), {"optimizer": [right]}, tmp_path / "directory")
+    saved = OpenDirectory(tmp_path / "directory").read("optimizer")["state"]
+    for number, name in enumerate(right):
+        for key, value in state[number].items():
+            assert not isinstance(value, Tensor) or torch.equal(saved[name][key], value), (name, key)
+
+
 # --- what can go wrong -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_unless_forced_and_a_directory_that_is_no_checkpoint_always(
-    file: Saved, directory: Saved, tmp_path: Path
-) -> None:
+def test_existing_path_stays_unless_forced(file: Saved, directory: Saved, tmp_path: Path) -> None:
     (tmp_path / "home" / "thesis").mkdir(parents=True)
     (tmp_path / "old").write_text("mine")
     whole, names = read_file(file.path), names_from(directory.path)
@@ -291,7 +346,7 @@ def test_what_is_there_stays_unless_forced_and_a_directory_that_is_no_checkpoint
 
 
 @pytest.mark.parametrize("harm", ["cut off", "missing", "overwritten"])
-def test_a_damaged_directory_is_refused_and_nothing_is_written(directory: Saved, tmp_path: Path, harm: str) -> None:
+def test_damaged_directory_is_refused(directory: Saved, tmp_path: Path, harm: str) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(directory.path, damaged)
     part = damaged / "__1_0.distcp"

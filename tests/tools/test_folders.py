@@ -48,7 +48,7 @@ def states(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("kind", ["full", "bin", "sharded"])
-def test_weights_and_optimizer_of_a_saved_state_are_told(states: dict[str, Path], kind: str) -> None:
+def test_saved_state_is_inspected(states: dict[str, Path], kind: str) -> None:
     contents = inspect_checkpoint(states[kind])
     net = AwkwardNet()
     expected = {name: (tuple(value.shape), value.dtype) for name, value in net.state_dict().items()}
@@ -72,7 +72,7 @@ def test_weights_and_optimizer_of_a_saved_state_are_told(states: dict[str, Path]
     assert ("not a sharded one" in report) == (kind == "sharded")
 
 
-def test_main_params_of_a_saved_state_are_told(states: dict[str, Path]) -> None:
+def test_main_params_of_saved_state_are_told(states: dict[str, Path]) -> None:
     contents = inspect_checkpoint(states["bf16"])
     main_params = [entry for entry in contents.entries if entry.what == "main_param"]
     assert {entry.dtype for entry in main_params} == {torch.float32}
@@ -82,7 +82,7 @@ def test_main_params_of_a_saved_state_are_told(states: dict[str, Path]) -> None:
     assert "rounded" not in verdicts(contents)["accelerate, with megastrategy's Accelerator"]
 
 
-def test_a_folder_of_transformers_trainer(worlds: Worlds, tmp_path: Path) -> None:
+def test_folder_of_transformers_trainer(worlds: Worlds, tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     worlds.run(fit, "megatron_ddp", {}, tmp_path, **options)
     path = tmp_path / "checkpoint-3"
@@ -99,7 +99,7 @@ def test_a_folder_of_transformers_trainer(worlds: Worlds, tmp_path: Path) -> Non
         inspect_checkpoint(tmp_path)
 
 
-def test_a_folder_with_checkpoints_names_the_newest(
+def test_folder_of_checkpoints_names_the_newest(
     directory: Saved, file: Saved, states: dict[str, Path], tmp_path: Path
 ) -> None:
     """As a Trainer's logger, and ``save_state`` with numbers, have them some folders down."""
@@ -122,7 +122,7 @@ def test_a_folder_with_checkpoints_names_the_newest(
         assert inspect_checkpoint(tmp_path / path).models
 
 
-def test_weights_in_several_files_are_found_by_their_index(states: dict[str, Path], tmp_path: Path) -> None:
+def test_index_finds_weights_in_several_files(states: dict[str, Path], tmp_path: Path) -> None:
     """As transformers writes large models."""
     whole = inspect_checkpoint(states["full"])
     path = Path(shutil.copytree(states["full"], tmp_path / "parts"))

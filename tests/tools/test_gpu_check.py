@@ -24,7 +24,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F,T", "K,P", "N,R,S", "O"])
-def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
+def test_gpu_check_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--only", letters, "--json", str(tmp_path / "json"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,9 +38,6 @@ def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
 
 @pytest.mark.fresh
 @pytest.mark.long
-def test_sections_for_several_gpus_pass_on_the_host() -> None:
+def test_gpu_check_of_several_gpus_passes() -> None:
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--gpus", "3", "--only", "C,F,I,M,N,P,Q,R")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- what only a GPU would reach -------------------------------------------------------------------------------------

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from rich.console import Console
 from torch import nn
 
 from megastrategy.core import CheckpointError
+from megastrategy.tools.commands import root
 from megastrategy.tools.contents import Contents, inspect_checkpoint, loads_with
 from megastrategy.tools.conversion import consolidate
 from megastrategy.tools.param_names import names_from
@@ -37,7 +41,7 @@ def verdicts(contents: Contents) -> dict[str, str]:
     return dict(loads_with(contents))
 
 
-def test_both_kinds_of_a_run_hold_the_same_and_all_of_it(directory: Saved, file: Saved) -> None:
+def test_both_kinds_have_all_of_a_run(directory: Saved, file: Saved) -> None:
     """Names, shapes and dtypes are those of the module; every parameter that was stepped has AMSGrad's four."""
     module = in_groups()
     weights = {name: (tuple(value.shape), value.dtype, value.nbytes) for name, value in module.state_dict().items()}
@@ -64,7 +68,7 @@ def test_both_kinds_of_a_run_hold_the_same_and_all_of_it(directory: Saved, file:
     assert by_number == {f"#{number}" for number, name in enumerate(in_order) if name in trained}
 
 
-def test_the_report_names_every_parameter_its_state_and_who_loads_it(directory: Saved, file: Saved) -> None:
+def test_report_names_parameters_and_state(directory: Saved, file: Saved) -> None:
     report = text_of(inspect_checkpoint(directory.path)).splitlines()
     assert report[0] == f"{directory.path}: a sharded directory, by a Lightning Trainer (2.6.6)"
     [line] = [line for line in report if line.startswith("side.weight ") and "13x13" in line and "optimizer_0" in line]
@@ -80,7 +84,7 @@ def test_the_report_names_every_parameter_its_state_and_who_loads_it(directory: 
     assert "inputs.weight" in text_of(inspect_checkpoint(file.path), depth=2)
 
 
-def test_who_loads_it_is_told(directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path) -> None:
+def test_loaders_are_told(directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path) -> None:
     sharded, whole = verdicts(inspect_checkpoint(directory.path)), verdicts(inspect_checkpoint(file.path))
     assert sharded['"megatron_ddp"'] == whole['"megatron_ddp"'] == whole['"ddp", "auto"']
     assert "consolidate" in sharded['"ddp", "auto"']
@@ -102,7 +106,7 @@ class Custom:
         self.weights = nn.Linear(2, 2).weight.detach()
 
 
-def test_an_object_of_a_users_class_needs_trust(tmp_path: Path) -> None:
+def test_object_of_users_class_needs_trust(tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.ones(3)}, "custom": Custom()}, tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"file holds an object of tests.tools.test_inspection.Custom.*--trust"):
         inspect_checkpoint(tmp_path / "file")
@@ -132,9 +136,11 @@ def spoiled_value(path: Path, trace: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is not needed to write one
-@pytest.mark.parametrize("spoil", [spoiled_metadata, spoiled_value])
-@pytest.mark.parametrize("read", ["inspect", "consolidate", "names"])
-def test_a_directory_runs_no_code_unless_it_is_trusted(
+@pytest.mark.parametrize(
+    ("read", "spoil"),
+    [("inspect", spoiled_metadata), ("consolidate", spoiled_value), ("names", spoiled_metadata)],
+)
+def test_directory_runs_no_code_unless_trusted(
     directory: Saved, tmp_path: Path, spoil: Callable[[Path, Path], None], read: str
 ) -> None:
     path, trace = tmp_path / "directory", tmp_path / "trace"
@@ -162,7 +168,7 @@ def test_a_directory_runs_no_code_unless_it_is_trusted(
         ("directory", "is an empty folder: check the path"),
     ],
 )
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: Any, message: str) -> None:
+def test_other_file_is_no_checkpoint(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "last.ckpt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -174,7 +180,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: Any, 
         inspect_checkpoint(path)
 
 
-def test_a_cut_off_file_and_broken_metadata_are_named(file: Saved, directory: Saved, tmp_path: Path) -> None:
+def test_cut_off_file_and_metadata_are_named(file: Saved, directory: Saved, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="file is cut off"):
         inspect_checkpoint(tmp_path / "file")
@@ -182,3 +188,79 @@ def test_a_cut_off_file_and_broken_metadata_are_named(file: Saved, directory: Sa
     (tmp_path / "directory" / ".metadata").write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match=r"directory/.metadata cannot be read: EOFError"):
         inspect_checkpoint(tmp_path / "directory")
+
+
+# --- paths that are no checkpoint of ours -----------------------------------------------------------------------------
+
+
+def said_of(path: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        inspect_checkpoint(path)
+    assert str(raised.value).startswith(f"{path} ")
+    return str(raised.value).removeprefix(f"{path} ")
+
+
+def deepspeed(path: Path) -> None:
+    (path / "global_step10").mkdir()
+    (path / "latest").write_text("global_step10")
+    (path / "zero_to_fp32.py").write_text("")
+    torch.save({"module": {}}, path / "global_step10" / "mp_rank_00_model_states.pt")
+    torch.save({}, path / "global_step10" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def megatron_lm(path: Path) -> None:
+    (path / "latest_checkpointed_iteration.txt").write_text("10")
+    (path / "iter_0000010").mkdir()
+
+
+def parts_without_index(path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2)}, path / "model-00001-of-00002.safetensors")
+
+
+FOLDERS: dict[Callable[[Path], None], str] = {
+    lambda path: None: "is an empty folder: check the path",
+    deepspeed: "is a checkpoint of DeepSpeed: python {path}/zero_to_fp32.py {path} OUT writes its weights",
+    megatron_lm: "is a checkpoint of Megatron-LM: ",
+    parts_without_index: "has 1 parts of a model (model-00001-of-00002.safetensors, ...) without the index",
+}
+
+
+@pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__)
+def test_foreign_folder_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    assert said_of(tmp_path).startswith(FOLDERS[make].format(path=tmp_path))
+
+
+def test_pipe_socket_and_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        assert said_of(tmp_path / "socket") == "is a socket, not a file or folder: check the path"
+    assert said_of(tmp_path / "pipe") == "is a named pipe, not a file or folder: check the path"
+    assert said_of(Path("/dev/null")) == "is a device, not a file or folder: check the path"
+    result = CliRunner().invoke(root, ["checkpoint", "convert", str(tmp_path / "pipe"), str(tmp_path / "out")])
+    assert result.exit_code != 0
+    assert "is a named pipe" in result.output
+
+
+def test_safetensors_are_loaded_by_safetensors(tmp_path: Path) -> None:
+    weights = {"one": torch.ones(3), "two": torch.zeros(2, 2, dtype=torch.bfloat16)}
+    for name in ("model.safetensors", "without_suffix"):
+        safetensors.torch.save_file(weights, tmp_path / name)
+        contents = inspect_checkpoint(tmp_path / name)
+        found = {entry.owner: (entry.shape, entry.dtype) for entry in contents.entries}
+        assert found == {key: (tuple(value.shape), value.dtype) for key, value in weights.items()}
+        [(_, how)] = loads_with(contents)
+        assert how == "module.load_state_dict(safetensors.torch.load_file(PATH)), before training"
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-4])
+    assert said_of(tmp_path / "cut.safetensors").startswith("is cut off: ")
+
+
+def test_foreign_folder_is_not_consolidated(tmp_path: Path) -> None:
+    deepspeed(tmp_path)
+    with pytest.raises(CheckpointError, match="is a checkpoint of DeepSpeed"):
+        consolidate(tmp_path, tmp_path.parent / "out.ckpt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is an empty folder"):
+        consolidate(tmp_path / "empty", tmp_path.parent / "out.ckpt")

@@ -15,7 +15,7 @@ from megastrategy.tools.plan.layers import measure_layers
 CARDS = parse_cards("mine=8GB@1TFLOPS:2")
 
 
-def test_a_plan_leaves_layers_sample_and_chance_as_they_were() -> None:
+def test_plan_changes_no_layer_sample_or_generator() -> None:
     torch.manual_seed(0)
     layers = [nn.ReLU(inplace=True), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Conv2d(8, 8, 1)]
     sample = torch.randn(4, 3, 8, 8)
@@ -32,7 +32,7 @@ def mlp(*, parameters: int) -> list[nn.Module]:
     return [module for _ in range(parameters) for module in (nn.Linear(8, 8), nn.ReLU(), nn.ReLU())]
 
 
-def test_no_stage_is_planned_without_parameters_since_a_pipeline_refuses_it() -> None:
+def test_stage_without_parameters_is_refused() -> None:
     plan = megastrategy.plan(mlp(parameters=2), torch.ones(2, 8), devices=CARDS, microbatches=4)
     assert plan.split_spec in ((1, 5), (2, 4), (3, 3))
     with pytest.raises(ValueError, match=r"stage 1 without parameters \(4: ReLU, 5: ReLU\), for which torch has no"):
@@ -41,7 +41,7 @@ def test_no_stage_is_planned_without_parameters_since_a_pipeline_refuses_it() ->
         megastrategy.plan(mlp(parameters=1), torch.ones(2, 8), devices=CARDS, microbatches=4)
 
 
-def test_fewer_microbatches_than_stages_are_refused_where_torch_refuses_them() -> None:
+def test_too_few_microbatches_are_refused() -> None:
     layers, x, cards = mlp(parameters=3), torch.ones(2, 8), parse_cards("mine=8GB@1TFLOPS:3")
     with pytest.raises(ValueError, match="2 microbatches for 3 cards: expected at least as many with '1f1b'"):
         megastrategy.plan(layers, x, devices=cards, microbatches=2)
@@ -65,7 +65,7 @@ class Tied(nn.Module):
         return result
 
 
-def test_layers_on_meta_are_planned_as_those_with_memory() -> None:
+def test_layers_on_meta_are_planned() -> None:
     def made() -> list[nn.Module]:
         return [Tied(), nn.BatchNorm1d(4), Tied().requires_grad_(False), Tied()]
 
@@ -85,6 +85,6 @@ def test_layers_on_meta_are_planned_as_those_with_memory() -> None:
     ],
     ids=["no sample", "on meta", "names"],
 )
-def test_what_is_no_sample_and_no_card_is_named(sample: Any, devices: Any, says: str) -> None:
+def test_wrong_sample_or_card_is_named(sample: Any, devices: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         megastrategy.plan(mlp(parameters=2), sample, devices=devices, microbatches=4)

@@ -34,7 +34,7 @@ from ..support.ranks import run_ranks
 # --- the engine's events ---------------------------------------------------------------------------------------------
 
 
-def test_a_handle_tells_when_its_collective_ran_not_when_it_was_waited_for() -> None:
+def test_handle_has_the_time_its_collective_ran() -> None:
     """The first is over when the second is, since they run in order; waiting for it comes later."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -61,7 +61,7 @@ def train(model: Any, optimizer: Any, num_steps: int) -> None:
         optimizer.step()
 
 
-def test_a_recording_is_of_one_layout(tmp_path: Path) -> None:
+def test_recording_has_one_layout(tmp_path: Path) -> None:
     """The step in which buckets are filled anew is skipped, whatever was to be; the steps asked for come after it."""
 
     def run(rank: int, group: ProcessGroup) -> list[int]:
@@ -98,9 +98,7 @@ def test_a_recording_is_of_one_layout(tmp_path: Path) -> None:
     ],
     ids=["reduce-scatter", "gather under forward", "all-reduce", "plain optimizer"],
 )
-def test_a_recording_has_the_steps_that_were_asked_for_of_whatever_is_wrapped(
-    options: dict[str, Any], optimizer: Any, tmp_path: Path
-) -> None:
+def test_recording_has_the_steps_asked_for(options: dict[str, Any], optimizer: Any, tmp_path: Path) -> None:
     """With the last step's gathers, though the next forward waits for them; also where the script has a listener."""
     delay_s = 0.03
     heard: list[Event] = []
@@ -208,7 +206,7 @@ def read_records(folder: Path) -> list[RankEvents]:
 
 
 @pytest.mark.fresh
-def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_path: Path) -> None:
+def test_loop_is_profiled_though_it_fails_later(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(PLAIN_LOOP)
     (tmp_path / "scripts" / "its_neighbour.py").write_text("WIDTH = 64\n")
@@ -237,7 +235,7 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
 
 @pytest.mark.long
 @pytest.mark.fresh
-def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
+def test_lightning_script_is_profiled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     done = profile(tmp_path, "--steps", "3", "--skip", "1", "--out", "made/here", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
