@@ -1,10 +1,12 @@
-"""A pipeline of layers, targets and loops that are less usual: each trains as one process does, or is refused."""
+"""Layers, targets, losses and loops of a pipeline that are less usual: each equals one process, or is refused."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from megastrategy.errors import StageError
 from megastrategy.pipeline import Pipeline
 from tests.support.pipelines import PASSES_WHOLE_NUMBERS, Case, Trainee, answers, batch_of
 from tests.support.processes import run_processes
+
+from .test_pipeline_outputs import LENGTH, SAMPLES, WIDTH, Both, Mean
 
 
 class Tokens(nn.Module):
@@ -74,33 +78,13 @@ class InPlace(nn.Module):
         return self.linear(x.add_(1.0))
 
 
-def whole(layers: Sequence[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(*x) if isinstance(x, tuple) else layer(x)
-    return x
-
-
-def far_from_one_process(mesh: DeviceMesh, layers: list[nn.Module], x: Tensor, loss: Any, target: Any) -> float:
+def far(mesh: DeviceMesh, layers: list[nn.Module], x: Tensor, target: Any, loss: Any = functional.mse_loss) -> float:
     """How far a loss, the gradients and an evaluated output are from those of one process."""
-    alone = copy.deepcopy(layers)
-    net = Pipeline(layers, [1, 1], loss=loss, microbatches=2, mesh=mesh["pp"])
-    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    found = model(copy.deepcopy(x), target=target)
-    found.backward()
-    grads = {name: optimizer.full_grad(p) for name, p in net.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        output = model(copy.deepcopy(x))
-    model.close()
-    expected = loss(whole(alone, copy.deepcopy(x)), target)
-    apart = [
-        abs(float(found) - float(expected.detach())),
-        float((output - whole(alone, copy.deepcopy(x))).abs().max().detach()),
-    ]
-    expected.backward()
-    named = {f"layers.{name}": param for name, param in nn.ModuleList(alone).named_parameters()}
-    errors = (float((grad - named[name].grad).abs().max()) for name, grad in grads.items())  # type: ignore[operator]
-    return max([*apart, *errors])
+    both = Both(mesh, layers, loss)
+    both.x, both.target = x, target
+    apart = max(both.trained(), both.evaluated())
+    both.model.close()
+    return apart
 
 
 def indices_between_stages(mesh: DeviceMesh) -> float:
@@ -108,42 +92,39 @@ def indices_between_stages(mesh: DeviceMesh) -> float:
     tokens = torch.randint(50, (4, 5))
     dirty = [torch.full((2, 5), 2**40) for _ in range(50)]  # memory that the next tensors of this size get
     del dirty
+    layers, target = [Tokens(), TokensAgain()], torch.zeros(4, 4)
     if not PASSES_WHOLE_NUMBERS:
         with pytest.raises(StageError, match=r"layer 0 \(Tokens\) .* returned whole numbers, which .* since 2.12"):
-            far_from_one_process(mesh, [Tokens(), TokensAgain()], tokens, functional.mse_loss, torch.zeros(4, 4))
+            far(mesh, layers, tokens, target)
         return 0.0
-    return far_from_one_process(mesh, [Tokens(), TokensAgain()], tokens, functional.mse_loss, torch.zeros(4, 4))
+    return far(mesh, layers, tokens, target)
 
 
 def transposed_between_stages(mesh: DeviceMesh) -> float:
     torch.manual_seed(0)
-    layers = [Transposed(), Transposed()]
-    return far_from_one_process(mesh, layers, torch.randn(4, 8, 8), functional.mse_loss, torch.zeros(4, 8, 8))
+    return far(mesh, [Transposed(), Transposed()], torch.randn(4, 8, 8), torch.zeros(4, 8, 8))
 
 
 def views_in_and_out(mesh: DeviceMesh) -> float:
     """A batch without its last column, as of tokens, and an output without the columns that fill it up."""
     torch.manual_seed(0)
-    x = torch.randn(4, 9)[:, :8]
-    return far_from_one_process(mesh, [nn.Linear(8, 8), Narrowed()], x, functional.mse_loss, torch.zeros(4, 3))
+    return far(mesh, [nn.Linear(8, 8), Narrowed()], torch.randn(4, 9)[:, :8], torch.zeros(4, 3))
 
 
 def written_batch(mesh: DeviceMesh) -> float:
     torch.manual_seed(0)
-    layers = [InPlace().requires_grad_(False), nn.Linear(8, 4)]
-    return far_from_one_process(mesh, layers, torch.randn(4, 8), functional.mse_loss, torch.zeros(4, 4))
+    return far(mesh, [InPlace().requires_grad_(False), nn.Linear(8, 4)], torch.randn(4, 8), torch.zeros(4, 4))
 
 
 def tree_of_targets(mesh: DeviceMesh) -> float:
     torch.manual_seed(0)
 
     def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
-        return functional.mse_loss(output, target["one"]) + target["weight"] * functional.l1_loss(
-            output, *target["two"]
-        )
+        [other] = target["two"]
+        return functional.mse_loss(output, target["one"]) + target["weight"] * functional.l1_loss(output, other)
 
     target = {"one": torch.randn(4, 4), "two": (torch.randn(4, 4),), "weight": 0.5}
-    return far_from_one_process(mesh, [nn.Linear(8, 8), nn.Linear(8, 4)], torch.randn(4, 8), loss, target)
+    return far(mesh, [nn.Linear(8, 8), nn.Linear(8, 4)], torch.randn(4, 8), target, loss)
 
 
 def small(mesh: DeviceMesh) -> tuple[Pipeline, DistributedDataParallel, DistributedOptimizer]:
@@ -219,15 +200,87 @@ def frozen_on_one_side(mesh: DeviceMesh) -> tuple[str, bool]:
     return str(caught.value), goes_on
 
 
+class Counts(nn.Module):
+    """A loss that keeps running statistics, and replaces one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        self.center = 0.5 * self.center + 0.5 * output.detach().mean(0)
+        return functional.mse_loss(output - self.center, target)
+
+
+def losses_with_buffers(mesh: DeviceMesh) -> tuple[list[dict[str, Tensor]], str]:
+    """By number of batches, and how a buffer that grows is refused."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Mean()]
+    alone = copy.deepcopy(layers)
+    net = Pipeline(layers, [1, 1], loss=Counts(), microbatches=2, mesh=mesh["pp"])
+    one = Pipeline(alone, [2], loss=Counts(), microbatches=2)
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator), torch.zeros(SAMPLES, 3)
+    apart = []
+    for _ in range(2):
+        for pipeline in (model, one):
+            pipeline.zero_grad()
+            pipeline(x, target=target).backward()
+            with torch.no_grad():
+                pipeline(x, target=target)
+        expected = dict(one.named_buffers())
+        apart.append({name: (value - expected[name]).abs().max() for name, value in net.named_buffers()})
+    loss: Any = net._loss
+    loss.register_forward_hook(lambda module, *_: setattr(module, "center", torch.zeros(1)))
+    with pytest.raises(StageError) as raised:
+        model(x, target=target)
+    model.close()
+    return apart, str(raised.value)
+
+
+def groups_of_a_dropped_wrapper(mesh: DeviceMesh) -> tuple[int, int]:
+    """The number of groups before, and after."""
+    net = Pipeline([nn.Linear(WIDTH, WIDTH), Mean()], [1, 1], loss=nn.MSELoss(), microbatches=2, mesh=mesh["pp"])
+
+    def train() -> None:
+        model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+        model(torch.ones(SAMPLES, LENGTH, WIDTH), target=torch.zeros(SAMPLES, 3)).backward()
+
+    before = len(dist.distributed_c10d._world.pg_map)
+    train()
+    gc.collect()
+    return before, len(dist.distributed_c10d._world.pg_map)
+
+
+def is_alive_after_close(mesh: DeviceMesh) -> bool:
+    """Without a collection of garbage."""
+    layers = [nn.Linear(WIDTH, WIDTH), Mean()]
+    net = Pipeline(layers, [1, 1], loss=nn.MSELoss(), microbatches=2, mesh=mesh["pp"])
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    model(torch.ones(SAMPLES, LENGTH, WIDTH), target=torch.zeros(SAMPLES, 3)).backward()
+    alive = weakref.ref(net)
+    gc.collect()
+    gc.disable()
+    try:
+        model.close()
+        del net, model, layers
+        return alive() is not None
+    finally:
+        gc.enable()
+
+
+EQUAL = (indices_between_stages, transposed_between_stages, views_in_and_out, written_batch, tree_of_targets)
 ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
-    indices_between_stages,
-    transposed_between_stages,
-    views_in_and_out,
-    written_batch,
-    tree_of_targets,
+    *EQUAL,
     dropped_in_between,
     skipped_step,
     frozen_on_one_side,
+    losses_with_buffers,
+    groups_of_a_dropped_wrapper,
+    is_alive_after_close,
 )
 
 
@@ -237,16 +290,12 @@ def answered() -> list[dict[str, Any]]:
     return run_processes(4, answers, ASKED, 2, timeout_s=200.0)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [indices_between_stages, transposed_between_stages, views_in_and_out, written_batch, tree_of_targets],
-    ids=lambda f: f.__name__,
-)
-def test_it_trains_and_evaluates_as_one_process_does(answered: list[dict[str, Any]], what: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("what", EQUAL, ids=lambda f: f.__name__)
+def test_awkward_layers_equal_one_process(answered: list[dict[str, Any]], what: Callable[..., Any]) -> None:
     assert max(answer[what.__name__] for answer in answered) <= 1e-6
 
 
-def test_a_loss_of_several_numbers_is_refused() -> None:
+def test_loss_of_several_numbers_is_refused() -> None:
     layers = [nn.Linear(8, 8)]
     net = Pipeline(layers, [1], loss=functools.partial(functional.mse_loss, reduction="none"), microbatches=2)
     with pytest.raises(ValueError, match=r"returned \[2, 8\] numbers: expected one, a mean"):
@@ -255,23 +304,36 @@ def test_a_loss_of_several_numbers_is_refused() -> None:
         net(torch.ones(4, 8), target=torch.ones(4, 8))
 
 
-def test_an_argument_without_samples_is_refused() -> None:
+def test_argument_without_samples_is_refused() -> None:
     net = Pipeline([nn.Linear(8, 8)], [1], loss=functional.mse_loss, microbatches=2, inputs={0: "scale"})
     with pytest.raises(ValueError, match="a tensor without dimensions"):
         net(torch.ones(4, 8), scale=torch.tensor(2.0), target=torch.ones(4, 8))
 
 
-def test_gradients_that_a_modules_own_zero_grad_drops_before_the_backward_are_stepped(
-    answered: list[dict[str, Any]],
-) -> None:
+def test_zero_grad_before_backward_drops_nothing(answered: list[dict[str, Any]]) -> None:
     assert [answer["dropped_in_between"] for answer in answered] == [[True] * 4] * 4
 
 
-def test_a_loop_goes_on_after_a_skipped_step(answered: list[dict[str, Any]]) -> None:
+def test_loop_goes_on_after_a_skipped_step(answered: list[dict[str, Any]]) -> None:
     assert [answer["skipped_step"] for answer in answered] == [[2.0] * 3] * 4
 
 
-def test_a_tied_weight_that_is_frozen_on_one_stage_is_refused(answered: list[dict[str, Any]]) -> None:
+def test_tied_weight_frozen_on_one_stage_is_refused(answered: list[dict[str, Any]]) -> None:
     for text, goes_on in (answer["frozen_on_one_side"] for answer in answered):
         assert "'layers.0.weight' is trained on one stage and frozen on another, where it is 'layers.5.weight'" in text
         assert goes_on
+
+
+def test_buffers_of_a_loss_are_the_last_stages(answered: list[dict[str, Any]]) -> None:
+    for apart, refused in (answer["losses_with_buffers"] for answer in answered):
+        for values in apart:
+            assert list(values) == ["_loss.count", "_loss.center"]
+            assert all(float(value) <= 1e-6 for value in values.values())
+        assert "buffer 'center' of the pipeline's loss is [1] of float32" in refused
+
+
+def test_dropped_or_closed_wrapper_frees_all(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        before, after = answer["groups_of_a_dropped_wrapper"]
+        assert before == after
+        assert answer["is_alive_after_close"] is False

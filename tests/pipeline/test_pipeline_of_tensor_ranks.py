@@ -89,7 +89,7 @@ def answered() -> list[dict[str, Any]]:
     return run_processes(4, answers, ASKED, 2, 2, timeout_s=400.0)
 
 
-def test_a_nan_on_one_rank_stops_all_with_its_name(answered: list[dict[str, Any]]) -> None:
+def test_nan_on_one_rank_stops_all(answered: list[dict[str, Any]]) -> None:
     for text, same, goes_on in (answer["nan_in_one_stage"] for answer in answered):
         assert "stage 1: " in text
         assert "rank 0, tensor rank 1, parameter 'layers.3.up.weight'" in text
@@ -97,17 +97,17 @@ def test_a_nan_on_one_rank_stops_all_with_its_name(answered: list[dict[str, Any]
         assert goes_on
 
 
-def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
+def test_infinite_gradient_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
     assert [answer["inf_on_one_rank"] for answer in answered] == [(2.0, True)] * 4
 
 
-def test_replicas_and_copies_that_part_are_told_on_all_ranks(answered: list[dict[str, Any]]) -> None:
+def test_different_replicas_are_told_on_all_ranks(answered: list[dict[str, Any]]) -> None:
     for norm, copy in (answer["replicas_that_part"] for answer in answered):
         assert "parameter 'layers.3.norm.weight' has one value on tensor rank 0 and another on tensor rank 1" in norm
         assert "parameter 'layers.0.weight' has one value on rank of the stages 0" in copy
 
 
-def test_a_stage_none_of_whose_layers_are_cut_takes_part(answered: list[dict[str, Any]]) -> None:
+def test_stage_without_cut_layers_takes_part(answered: list[dict[str, Any]]) -> None:
     for norms, weight in (answer["stage_without_cuts"] for answer in answered):
         assert norms <= 2e-6
         assert weight <= 1e-6
@@ -122,5 +122,5 @@ SAID = {
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_misuse_gets_words(answered: list[dict[str, Any]], what: str) -> None:
+def test_misuse_is_refused_by_name(answered: list[dict[str, Any]], what: str) -> None:
     assert all(SAID[what] in answer["misuse"][what] for answer in answered)

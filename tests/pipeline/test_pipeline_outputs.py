@@ -120,12 +120,16 @@ class Both:
         apart = [
             float((self.optimizer.full_grad(param) - named[name].grad).abs().max())  # type: ignore[operator]
             for name, param in self.net.named_parameters()
+            if param.requires_grad
         ]
         return max([*apart, abs(float(found.detach()) - float(expected.detach()))])
 
     def evaluated(self, **inputs: Any) -> float:
         with torch.no_grad():
-            output, loss = self.model(self.x.clone(), **inputs), self.model(self.x, target=self.target, **inputs)
+            output, loss = (
+                self.model(self.x.clone(), **inputs),
+                self.model(self.x.clone(), target=self.target, **inputs),
+            )
             expected = whole(self.alone, self.x.clone(), **inputs)
         return max(float((output - expected).abs().max()), abs(float(loss - self.loss(expected, self.target))))
 
@@ -393,15 +397,15 @@ def answered() -> list[dict[str, Any]]:
     return run_processes(4, answers, ASKED, 2, timeout_s=200.0)
 
 
-def test_shapes_follow_numbers_that_forward_gets(answered: list[dict[str, Any]]) -> None:
+def test_shapes_follow_numbers_of_forward(answered: list[dict[str, Any]]) -> None:
     assert max(max(answer["numbers_of_forward"]) for answer in answered) <= 1e-6
 
 
-def test_shapes_follow_numbers_that_layers_have(answered: list[dict[str, Any]]) -> None:
+def test_shapes_follow_numbers_of_layers(answered: list[dict[str, Any]]) -> None:
     assert max(max(answer["attributes"]) for answer in answered) <= 1e-6
 
 
-def test_shapes_that_change_with_anything_else_are_refused_on_all_stages(answered: list[dict[str, Any]]) -> None:
+def test_other_changes_of_shapes_are_refused(answered: list[dict[str, Any]]) -> None:
     for said in (answer["lengths_of_data"] for answer in answered):
         assert all("layer 0 (Returns) is the last layer of its stage and returned [2, " in text for text in said)
 
@@ -413,12 +417,12 @@ def test_numbers_and_none_pass_between_stages(answered: list[dict[str, Any]]) ->
     assert max(answer["gradient_of_a_scalar"] for answer in answered) <= 1e-6
 
 
-def test_the_last_layer_returns_what_it_returns_in_one_process(answered: list[dict[str, Any]]) -> None:
+def test_last_layers_output_equals_one_process(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         assert answer["outputs_of_the_last_layer"] == dict.fromkeys([*ENDS, "trained on a dictionary"], True)
 
 
-def test_what_the_stages_cannot_get_is_refused_on_all_at_once(answered: list[dict[str, Any]]) -> None:
+def test_output_that_cannot_be_joined_is_refused(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         said = answer["refused_of_the_last_layer"]
         assert list(said) == list(NOT_JOINED)
@@ -427,20 +431,20 @@ def test_what_the_stages_cannot_get_is_refused_on_all_at_once(answered: list[dic
         assert "cannot get" in said["something local"]
 
 
-def test_what_cannot_pass_is_refused_on_all_stages_at_once(answered: list[dict[str, Any]]) -> None:
+def test_value_that_cannot_pass_is_refused(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         for name, said in answer["refused_between_stages"].items():
             assert all(f"layer 0 (Returns) is the last layer of its stage and returned {name}" in t for t in said)
             assert all("keep the layer together with the next one" in text for text in said)
 
 
-def test_a_loss_that_is_no_number_is_refused_on_all_stages_at_once(answered: list[dict[str, Any]]) -> None:
+def test_loss_that_is_no_number_is_refused(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         for name, said in answer["refused_losses"].items():
             assert all(f"the pipeline's loss function returned {name}: expected" in text for text in said), said
 
 
-def test_parameters_of_a_loss_are_refused_if_they_are_trained(answered: list[dict[str, Any]]) -> None:
+def test_trained_parameters_of_a_loss_are_refused(answered: list[dict[str, Any]]) -> None:
     for at_once, apart, names, later in (answer["losses_with_parameters"] for answer in answered):
         assert at_once.startswith("the loss is a Weighted with a parameter 'weight' that is trained")
         assert apart <= 1e-6

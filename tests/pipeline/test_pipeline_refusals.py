@@ -13,13 +13,11 @@ from megastrategy.core.errors import LossTokensError, MegastrategyError, Microba
 from tests.support.comparison import message
 from tests.support.pipelines import Case, Trainee, batch_of, loss_of, mesh_of
 from tests.support.processes import run_processes
-from tests.support.tiers import cases_that_run
 
 ALL_REDUCE = ("use_distributed_optimizer", False)
 POOLED = ("grad_buffer", "pooled")
 CASES = {
     "tied": Case((2, 4), tied=True),
-    "untied": Case((2, 4)),
     "all-reduce": Case((2, 4), tied=True, options=(ALL_REDUCE,)),
     "pooled": Case((2, 4), tied=True, options=(POOLED,)),
     "interleaved": Case((1, 2, 2, 1), "Interleaved1F1B", tied=True),
@@ -86,26 +84,24 @@ def answer(asked: list[tuple[str, str, str]], stages: int) -> list[tuple[str, bo
 
 
 ASKED = [
-    *((case, "nan", "last stage") for case in CASES if case != "three"),
-    ("tied", "nan", "first stage"),
+    ("tied", "nan", "last stage"),
+    ("all-reduce", "nan", "last stage"),
+    ("interleaved", "nan", "last stage"),
+    ("frozen", "nan", "last stage"),
     ("pooled", "nan", "first stage"),
-    *(("tied", kind, "last stage") for kind in ("tokens", "microbatch")),
-    ("all-reduce", "tokens", "last stage"),
     ("pooled", "tokens", "last stage"),
     ("tied", "microbatch", "first stage"),
 ]
 
 
 @pytest.fixture(scope="module")
-def answers(request: pytest.FixtureRequest) -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
+def answers() -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
     """By rank of two stages of two data-parallel ranks."""
-    asked = [case for (case,) in cases_that_run(request, "asked")]
-    return [dict(zip(asked, found, strict=True)) for found in run_processes(4, answer, asked, 2, timeout_s=100.0)]
+    return [dict(zip(ASKED, found, strict=True)) for found in run_processes(4, answer, ASKED, 2, timeout_s=100.0)]
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("asked", ASKED, ids="-".join)
-def test_every_stage_refuses_the_batch_that_one_refuses(
+def test_every_stage_refuses_a_batch(
     answers: list[dict[tuple[str, str, str], tuple[str, bool, bool]]], asked: tuple[str, str, str]
 ) -> None:
     texts = {found[asked][0] for found in answers}
@@ -115,7 +111,7 @@ def test_every_stage_refuses_the_batch_that_one_refuses(
     assert all(trains_on for _, _, trains_on in (found[asked] for found in answers))
 
 
-def test_stages_of_one_rank_refuse_alike() -> None:
+def test_stages_of_one_rank_refuse_a_batch() -> None:
     """The middle one of three has no copy of the weight that the other two share."""
     asked = [("three", "nan", "last stage"), ("three", "nan", "middle stage"), ("three", "tokens", "last stage")]
     for found in run_processes(3, answer, asked, 3, timeout_s=100.0):

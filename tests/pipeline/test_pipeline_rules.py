@@ -352,7 +352,7 @@ def answered() -> list[dict[str, Any]]:
     return run_processes(4, answers, ASKED, 2, timeout_s=400.0)
 
 
-def test_a_step_reduces_each_bucket_once_and_under_the_last_backward(answered: list[dict[str, Any]]) -> None:
+def test_step_reduces_each_bucket_once(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         for schedule, (counts, num_buckets, backwards) in answer["reductions"].items():
             assert counts == dict.fromkeys(range(num_buckets), 1)
@@ -361,7 +361,7 @@ def test_a_step_reduces_each_bucket_once_and_under_the_last_backward(answered: l
             assert backwards == 1 if schedule == "1F1B" else backwards > 1, (schedule, backwards)
 
 
-def test_a_nan_in_one_stage_stops_all_stages_with_its_name(answered: list[dict[str, Any]]) -> None:
+def test_nan_in_one_stage_stops_all(answered: list[dict[str, Any]]) -> None:
     for text, same, goes_on in (answer["nan_in_one_stage"] for answer in answered):
         assert "stage 1: " in text
         assert "rank 1, parameter 'layers.3.up.weight'" in text
@@ -369,11 +369,11 @@ def test_a_nan_in_one_stage_stops_all_stages_with_its_name(answered: list[dict[s
         assert goes_on
 
 
-def test_an_infinite_gradient_in_one_stage_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
+def test_infinite_gradient_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
     assert [answer["inf_in_one_stage"] for answer in answered] == [(2.0, True)] * 4
 
 
-def test_a_factor_of_the_loss_is_one_of_the_gradients(answered: list[dict[str, Any]]) -> None:
+def test_factor_of_loss_is_one_of_gradients(answered: list[dict[str, Any]]) -> None:
     assert [answer["halves_of_a_loss"] for answer in answered] == [0.0] * 4
 
 
@@ -395,13 +395,13 @@ SAID = {
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_misuse_gets_words(answered: list[dict[str, Any]], what: str) -> None:
+def test_misuse_is_refused_by_name(answered: list[dict[str, Any]], what: str) -> None:
     told = [answer["misuse"][what] for answer in answered if what in answer["misuse"]]
     assert told
     assert all(SAID[what] in text for text in told)
 
 
-def test_a_copy_has_its_layers_alone_and_copies_of_weights_are_compared(answered: list[dict[str, Any]]) -> None:
+def test_copy_has_only_its_layers(answered: list[dict[str, Any]]) -> None:
     for rank, answer in enumerate(answered):
         names, error, found = answer["copied_and_compared"]
         assert {int(name.split(".")[1]) for name in names} == ({0, 1} if rank < 2 else {2, 3, 4, 5})
@@ -409,11 +409,11 @@ def test_a_copy_has_its_layers_alone_and_copies_of_weights_are_compared(answered
         assert "parameter 'layers.0.weight' has one value on rank of the stages 0" in found
 
 
-def test_a_stage_that_is_unfrozen_in_training_trains_on_as_in_one_process(answered: list[dict[str, Any]]) -> None:
+def test_unfrozen_stage_equals_one_process(answered: list[dict[str, Any]]) -> None:
     assert max(answer["unfrozen_in_training"] for answer in answered) <= 1e-6
 
 
-def test_layers_get_inputs_of_their_own_and_pass_tuples_on(answered: list[dict[str, Any]]) -> None:
+def test_layers_get_inputs_and_pass_tuples(answered: list[dict[str, Any]]) -> None:
     for grad_error, output_error, counts in (answer["inputs_and_tuples"] for answer in answered):
         assert grad_error <= 1e-6
         assert output_error <= 1e-5
@@ -424,11 +424,11 @@ def test_recomputed_activations_change_nothing(answered: list[dict[str, Any]]) -
     assert max(answer["recomputed"] for answer in answered) <= 1e-6
 
 
-def test_stages_are_in_the_order_of_the_mesh(answered: list[dict[str, Any]]) -> None:
+def test_stages_have_the_order_of_the_mesh(answered: list[dict[str, Any]]) -> None:
     assert max(answer["in_another_order"] for answer in answered) <= 1e-6
 
 
-def test_layers_on_meta_get_memory_where_they_are_and_copies_one_value(answered: list[dict[str, Any]]) -> None:
+def test_layers_on_meta_get_memory(answered: list[dict[str, Any]]) -> None:
     assert [answer["from_meta"] for answer in answered] == [({"cpu"}, True)] * 4
 
 
