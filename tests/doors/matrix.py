@@ -33,9 +33,8 @@ class Feature:
         options: more arguments for the job.
         rtol: the relative tolerance with reduce-scatter, where the order of a sum differs; 0 is equality of the bits.
         refused: with reduce-scatter it is refused instead, and this is in the error's message.
-        differs: with reduce-scatter it does something else on purpose, and this is what, for the table.
-        like: options (in place of the job's) with which "ddp" does the same then.
         note: for the table.
+        often: ``make test`` runs it, not ``make nightly`` alone.
     """
 
     area: str
@@ -44,9 +43,8 @@ class Feature:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rtol: float = 0.0
     refused: str = ""
-    differs: str = ""
-    like: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
+    often: bool = False
 
     def __str__(self) -> str:
         return f"{self.area}: {self.name}"
@@ -91,7 +89,7 @@ def table() -> str:
     for area in dict.fromkeys(feature.area for feature in features):
         lines += ["", f"## {area}", "", "| feature | reduce-scatter | all-reduce | note |", "|---|---|---|---|"]
         for feature in (feature for feature in features if feature.area == area):
-            sharded = f'refused: "{feature.refused}"' if feature.refused else feature.differs or _equality(feature.rtol)
+            sharded = f'refused: "{feature.refused}"' if feature.refused else _equality(feature.rtol)
             lines.append(f"| {feature.name} | {sharded} | to the bit | {feature.note} |")
     lines += ["", '## What `"ddp"` cannot do', "", "| feature | test |", "|---|---|"]
     lines += [f"| {item.name} | `tests/doors/{item.test}` |" for item in beyond]

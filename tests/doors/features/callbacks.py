@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -24,27 +22,19 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    WeightAveraging,
 )
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, adamw
 from ..matrix import Beyond, Feature
-from .shown_fits import TQDM, Rich, logged, measured, monitored, samples_of, shown
-from .watched_fits import Make, Watched, watched
+from .watched_fits import Make, Watched, logged, measured, watched
 
 # --- learning rates and accumulation ---------------------------------------------------------------------------------
 
 
 def warmup(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: (step + 1) / 5)
-
-
-def decay(optimizer: Optimizer) -> StepLR:
-    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 def two_groups(params: Any) -> Optimizer:
@@ -143,16 +133,6 @@ def averaging(name: str, strategy_options: dict[str, Any], *, callback: Make) ->
     return seen
 
 
-class EveryOtherStep(WeightAveraging):
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return step_idx is not None and step_idx % 2 == 1
-
-
-class PruneMatrices(ModelPruning):
-    def filter_parameters_to_prune(self, parameters_to_prune: Any = ()) -> Any:
-        return [(module, name) for module, name in parameters_to_prune if getattr(module, name).dim() > 1]
-
-
 class SameOnEveryRank(AwkwardModule):
     """ModelPruning keeps copies of the weights from before rank 0's are broadcast, and goes back to them."""
 
@@ -248,30 +228,6 @@ def stopping_early(name: str, strategy_options: dict[str, Any], **options: Any) 
     return seen
 
 
-class BatchTimer(Timer):
-    """A timer whose clock is the number of batches, so that time is up at the same one every time."""
-
-    num_batches = 0
-
-    def time_elapsed(self, stage: Any = "train") -> float:
-        return float(self.num_batches)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.num_batches += 1
-        super().on_train_batch_end(trainer, *args, **kwargs)
-
-
-def timed(name: str, strategy_options: dict[str, Any], *, interval: str) -> Watched:
-    """A fit whose time is up after three batches: it ends there, or with the epoch."""
-    timer = BatchTimer(timedelta(seconds=3), interval=interval)
-    seen = watched(name, strategy_options, callbacks=[timer], max_epochs=3)
-    assert len(seen.batches) == {"step": 3, "epoch": BATCHES_PER_EPOCH}[interval]
-    return seen
-
-
-# --- what is shown and logged ----------------------------------------------------------------------------------------
-
-
 def _with(**options: Any) -> Mapping[str, Any]:
     return options
 
@@ -279,12 +235,12 @@ def _with(**options: Any) -> Mapping[str, Any]:
 AREA = "Callbacks"
 
 FEATURES = [
-    Feature(AREA, "ModelCheckpoint, the best two by a metric", checkpointing, _with(monitor="val_loss", save_top_k=2)),
     Feature(
         AREA,
-        "ModelCheckpoint, last and a file name of metrics",
+        "ModelCheckpoint, the best two by a metric",
         checkpointing,
-        _with(monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.3f}"),
+        _with(monitor="val_loss", save_top_k=2),
+        often=True,
     ),
     Feature(
         AREA,
@@ -292,18 +248,9 @@ FEATURES = [
         checkpointing,
         _with(every_n_train_steps=4, save_top_k=-1),
     ),
-    Feature(AREA, "ModelCheckpoint, save_weights_only", checkpointing, _with(save_weights_only=True)),
     Feature(AREA, "OnExceptionCheckpoint", checkpointing, _with(fails_at=9)),
     Feature(AREA, "EarlyStopping, a metric that gets no better", stopping_early, _with(mode="max", patience=1)),
-    Feature(AREA, "EarlyStopping, a divergence", stopping_early, _with(divergence_threshold=2.0)),
     Feature(AREA, "EMAWeightAveraging", averaging, _with(callback=partial(EMAWeightAveraging, decay=0.9))),
-    Feature(AREA, "WeightAveraging, every other step", averaging, _with(callback=EveryOtherStep)),
-    Feature(
-        AREA,
-        "StochasticWeightAveraging",
-        averaging,
-        _with(callback=partial(StochasticWeightAveraging, swa_lrs=5e-3, swa_epoch_start=2, annealing_epochs=1)),
-    ),
     Feature(AREA, "GradientAccumulationScheduler", accumulating),
     Feature(
         AREA,
@@ -311,14 +258,7 @@ FEATURES = [
         scheduled,
         _with(scheduler=warmup, interval="step", optimizer=two_groups),
     ),
-    Feature(AREA, "LearningRateMonitor, decay by epoch", scheduled, _with(scheduler=decay, interval="epoch")),
-    Feature(AREA, "LearningRateMonitor, StochasticWeightAveraging", averaging_monitored),
-    Feature(
-        AREA,
-        "LearningRateMonitor, StochasticWeightAveraging, decay by epoch",
-        averaging_monitored,
-        _with(scheduler=decay, interval="epoch", optimizer=two_groups),
-    ),
+    Feature(AREA, "LearningRateMonitor, StochasticWeightAveraging", averaging_monitored, often=True),
     Feature(AREA, "ReduceLROnPlateau", watched, _with(module=Plateau, max_epochs=3)),
     Feature(AREA, "LearningRateFinder", finding_a_rate),
     Feature(
@@ -342,59 +282,19 @@ FEATURES = [
             )
         ),
     ),
-    Feature(
-        AREA,
-        "ModelPruning, structured",
-        pruning,
-        _with(
-            callback=partial(
-                PruneMatrices,
-                "ln_structured",
-                amount=0.3,
-                pruning_dim=0,
-                pruning_norm=2,
-                parameter_names=["weight"],
-                use_global_unstructured=False,
-                use_lottery_ticket_hypothesis=False,
-            )
-        ),
-    ),
-    Feature(AREA, "Timer, by step", timed, _with(interval="step")),
-    Feature(AREA, "Timer, by epoch", timed, _with(interval="epoch")),
-    Feature(
-        AREA,
-        "DeviceStatsMonitor",
-        monitored,
-        _with(callback=DeviceStatsMonitor, says="DeviceStatsMonitor"),
-        note="names and steps",
-    ),
-    Feature(
-        AREA,
-        "ThroughputMonitor",
-        monitored,
-        _with(callback=partial(ThroughputMonitor, batch_size_fn=samples_of, window_size=3), says="batches"),
-        note="names, steps and counts",
-    ),
-    Feature(AREA, "TQDMProgressBar", shown, _with(bar=TQDM)),
-    Feature(AREA, "RichProgressBar", shown, _with(bar=Rich)),
-    Feature(AREA, "CSVLogger", logged, _with(kind="csv")),
-    Feature(AREA, "TensorBoardLogger", logged, _with(kind="tensorboard")),
+    Feature(AREA, "TensorBoardLogger", logged, often=True),
     Feature(AREA, "torchmetrics and every kind of self.log", measured),
 ]
 
-_TESTS = "lightning/test_lightning_callbacks.py"
+_TESTS = "lightning/test_changes_in_a_fit.py"
 
 BEYOND = [
     Beyond(
         "BackboneFinetuning and every other unfreezing in mid-training: the ranks stay equal (Lightning #20340)",
-        f"{_TESTS}::test_an_unfrozen_backbone_is_synchronised",
+        f"{_TESTS}::test_unfrozen_backbone_is_synchronised",
     ),
     Beyond(
         "a `manual_backward` that ran out of memory, tried again in the same training_step",
-        f"{_TESTS}::test_a_backward_that_failed_may_be_tried_again_within_a_training_step",
-    ),
-    Beyond(
-        "ModelPruning's lottery ticket on a CPU goes back to the first weights every time",
-        f"{_TESTS}::test_pruning_goes_back_to_the_first_weights_every_time",
+        f"{_TESTS}::test_failed_backward_may_be_tried_again",
     ),
 ]

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from ..fits import AwkwardModule, Fit, adamw, fit
 from ..matrix import Beyond, Feature
+from .classifiers import fitted
 
 
 def sgd(params: Any) -> Optimizer:
@@ -107,6 +109,33 @@ class NoStepInOddBatches(TwiceSynchronised):
             optimizer.zero_grad()
 
 
+class ZeroesTheModule(Manual):
+    """Drops the gradients of every second batch through the module itself, after the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            self.zero_grad()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class NothingToLearn(Manual):
+    """The last rank has a batch without anything to learn from, and takes part with a loss of zero.
+
+    To return early there leaves the other rank alone in its backward, and in Lightning 2.6 both wait, under "ddp" too.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        if batch_idx == 3 and self.global_rank == self.trainer.world_size - 1:
+            loss = loss * 0.0
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class Closures(Manual):
     """The backward in a closure that the optimizer calls."""
 
@@ -122,17 +151,10 @@ class Closures(Manual):
         optimizer.step(closure=closure)
 
 
-class StepsWithoutZeroing(TwiceSynchronised):
-    """Gradients of all batches add up under "ddp"."""
-
+class ZeroesAfterEachStep(TwiceSynchronised):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(self.loss(batch))
         self.optimizers().step()
-
-
-class ZeroesAfterEachStep(StepsWithoutZeroing):
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        super().training_step(batch, batch_idx)
         self.optimizers().zero_grad()
 
 
@@ -144,6 +166,41 @@ class StepsTwice(ZeroesAfterEachStep):
         self.optimizers().step()
         self.optimizers().step()
         self.optimizers().zero_grad()
+
+
+class Checkpointed(pl.LightningModule):
+    """Layers behind re-entrant checkpoints; the first gradient comes from inside one.
+
+    The inner backwards end before the outer one, whose loss the wrapped forward never returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.inputs = nn.Linear(5, 9)
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.head = nn.Linear(9, 11)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        features, _, targets = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        hidden = self.inputs(features)
+        for layer in (*self.layers, self.head):
+            hidden = checkpoint(lambda x, layer=layer: layer(torch.tanh(x)), hidden, use_reentrant=True)
+        loss = F.cross_entropy(hidden, targets)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Optimizer:
+        return adamw(self.parameters())
+
+
+def checkpointed(name: str, strategy_options: dict[str, Any]) -> Fit:
+    return fitted(name, strategy_options, Checkpointed(), all_used=True)
 
 
 # --- two optimizers --------------------------------------------------------------------------------------------------
@@ -178,13 +235,6 @@ class NotToggled(TwoOptimizers):
             self.step_with(optimizer, batch)
 
 
-class ToggledInContext(TwoOptimizers):
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():
-            with self.toggled_optimizer(optimizer):
-                self.step_with(optimizer, batch)
-
-
 class ToggledModel(TwoOptimizers):
     """Lightning's recipe for accumulation with two optimizers: ``toggle_model(sync_grad=...)`` around a closure."""
 
@@ -215,18 +265,8 @@ class StepsToggledOff(TwoOptimizers):
         second.zero_grad()
 
 
-class SharedInTurn(TwoOptimizers):
-    """Both optimizers hold every parameter."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.step_with(self.optimizers()[batch_idx % 2], batch)
-
-    def configure_optimizers(self) -> Any:
-        return adamw(self.parameters()), sgd(self.parameters())
-
-
-class SharedBothStep(SharedInTurn):
-    """One backward, and both optimizers step with its gradients."""
+class SharedBothStep(TwoOptimizers):
+    """Both optimizers hold every parameter, and step with the gradients of one backward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         first, second = self.optimizers()
@@ -234,6 +274,9 @@ class SharedBothStep(SharedInTurn):
         self.manual_backward(self.loss(batch))
         first.step()
         second.step()
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.parameters()), sgd(self.parameters())
 
 
 # --- Lightning's GAN -------------------------------------------------------------------------------------------------
@@ -286,26 +329,6 @@ class GAN(pl.LightningModule):
         ]
 
 
-class ToggledGAN(GAN):
-    """The same with each network frozen while the other is trained, and samples made anew for the generator."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        opt_g, opt_d = self.optimizers()
-        real = batch[0]
-        noise = self.noise(self.global_rank, batch_idx, len(real))
-        with self.toggled_optimizer(opt_d):
-            loss_d = self.loss_d(real, self.generator(noise))
-            opt_d.zero_grad()
-            self.manual_backward(loss_d)
-            opt_d.step()
-        with self.toggled_optimizer(opt_g):
-            loss_g = self.loss_g(self.generator(noise))
-            opt_g.zero_grad()
-            self.manual_backward(loss_g)
-            opt_g.step()
-        self.losses += [loss_d.item(), loss_g.item()]
-
-
 # --- optimizers that need a closure ----------------------------------------------------------------------------------
 
 
@@ -350,7 +373,7 @@ def row(name: str, kind: type[pl.LightningModule], **options: Any) -> Feature:
 
 
 SEVERAL = "several synchronised backwards before a step"
-UNUSED = 'under `"ddp"` only with `find_unused_parameters=True`'
+UNUSED = 'under `"ddp"` only with `find_unused_parameters=True`, which it asks for in the second backward'
 REFUSED = "LBFGS cannot be sharded"
 
 FEATURES = [
@@ -365,7 +388,7 @@ FEATURES = [
     row("two backwards, the first in block_backward_sync", LocalThenSynchronised),
     row("a step every third batch, block_backward_sync before", LocalOverBatches),
     row("two backwards, both synchronised", TwiceSynchronised, rtol=1e-6, note=SEVERAL),
-    row("a step every other batch, all synchronised", NoStepInOddBatches, rtol=1e-6, note=SEVERAL),
+    row("a step every other batch, all synchronised", NoStepInOddBatches, rtol=1e-6, note=SEVERAL, often=True),
     Feature(
         "Manual optimization",
         "a step every other batch, validation between",
@@ -373,41 +396,37 @@ FEATURES = [
         {"kind": NoStepInOddBatches, "val_check_interval": 2},
         note="before validation Lightning zeroes gradients, including those that wait for a step",
     ),
-    row("optimizer.step(closure)", Closures),
-    row(
-        "a step without zero_grad",
-        StepsWithoutZeroing,
-        rtol=1e-4,
-        note="gradients of the whole epoch add up, and with them the rounding of several synchronised backwards",
+    row("optimizer.step(closure)", Closures, often=True),
+    row("zero_grad() of the module between backward and step", ZeroesTheModule),
+    row("a loss of zero on one rank", NothingToLearn, often=True),
+    Feature(
+        "Manual optimization",
+        "layers behind re-entrant activation checkpoints",
+        checkpointed,
+        note='under `"ddp"` with `find_unused_parameters=False` only',
+        often=True,
     ),
     row("two steps after one backward", StepsTwice),
     row("two optimizers, toggle_optimizer", TwoOptimizers),
-    row("two optimizers, toggled_optimizer", ToggledInContext),
     row(
         "two optimizers, toggle_model(sync_grad=...)",
         ToggledModel,
         rtol=1e-6,
         note="gradients accumulated for one are sent with the other's synchronised backward, and again with its own",
+        often=True,
     ),
     row("two optimizers, not toggled", NotToggled),
     row("an optimizer's step while its parameters are toggled off", StepsToggledOff),
-    row("two optimizers over the same parameters, in turn", SharedInTurn),
     row("two optimizers over the same parameters, both step", SharedBothStep),
-    row("the documentation's GAN", GAN, note=UNUSED),
-    row("a GAN with toggled_optimizer", ToggledGAN, note=UNUSED),
+    row("the documentation's GAN", GAN, note=UNUSED, often=True),
     row("LBFGS", ManualLBFGS, refused=REFUSED),
-    Feature("Training", "LBFGS", manual, {"kind": LBFGS}, refused=REFUSED),
+    Feature("Training", "LBFGS", manual, {"kind": LBFGS}, refused=REFUSED, often=True),
 ]
 
 BEYOND = [
     Beyond(
-        'The GAN of Lightning\'s documentation trains unchanged; `strategy="ddp"` raises in its second backward and '
-        "asks for `find_unused_parameters=True`",
-        "lightning/test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
-    ),
-    Beyond(
         "`loss.backward()` in manual optimization, without `self.manual_backward`: synchronised; under "
         '`"ddp"` the ranks diverge',
-        "lightning/test_lightning_manual.py::test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp",
+        "lightning/test_lightning_parity.py::test_backward_of_the_loss_itself_is_synchronised",
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
@@ -19,18 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 from ..fits import NUM_TOKENS, Fit, weights_of
 from ..matrix import Beyond, Feature
-from .changed_modules import (
+from .classifiers import (
+    WIDTH,
+    Classifier,
+    Plain,
     built_late,
     copied_after,
     copied_during,
+    fitted,
     freezing,
     joining,
     loading,
-    materialised,
-    pickled,
     repointed,
+    trained,
 )
-from .classifiers import WIDTH, Classifier, Plain, fitted, trained
 
 # --- checkpoints and adapters ----------------------------------------------------------------------------------------
 
@@ -38,9 +39,8 @@ from .classifiers import WIDTH, Classifier, Plain, fitted, trained
 class Checkpointed(nn.Module):
     """Two blocks behind activation checkpoints, a frozen one between them."""
 
-    def __init__(self, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.use_reentrant = use_reentrant
         self.inputs = nn.Linear(5, WIDTH)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
         self.blocks[1].requires_grad_(False)
@@ -49,7 +49,7 @@ class Checkpointed(nn.Module):
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         hidden = self.inputs(features)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+            hidden = checkpoint(block, hidden, use_reentrant=True)
         return self.out(hidden)
 
 
@@ -69,9 +69,8 @@ class Adapter(nn.Module):
 class Adapted(nn.Module):
     """Adapters on a frozen model with activation checkpoints; the first block's input must require gradients."""
 
-    def __init__(self, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.use_reentrant = use_reentrant
         self.embed = nn.Embedding(NUM_TOKENS, 5).requires_grad_(False)
         self.inputs = Adapter(nn.Linear(5, WIDTH))
         self.blocks = nn.ModuleList(nn.Sequential(Adapter(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(2))
@@ -80,7 +79,7 @@ class Adapted(nn.Module):
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         hidden = (features + self.embed(tokens)).requires_grad_()
         for block in (self.inputs, *self.blocks):
-            hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+            hidden = checkpoint(block, hidden, use_reentrant=True)
         return self.out(hidden)
 
 
@@ -194,16 +193,6 @@ class WithEmpty(Plain):
         return super().forward(features, tokens) + self.a_empty.sum()
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(5, WIDTH, dtype=torch.complex64)
-        self.out = nn.Linear(WIDTH, NUM_TOKENS)
-
-    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        return self.out(self.inputs(features.to(torch.complex64)).abs())
-
-
 class Sparse(nn.Module):
     """An embedding with sparse gradients, with rows that come twice in a batch, and a dense layer."""
 
@@ -214,14 +203,6 @@ class Sparse(nn.Module):
 
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.out(self.embed(torch.stack([tokens, tokens, (tokens + 1) % NUM_TOKENS])).sum(0))
-
-
-class OnlySparse(Sparse):
-    """The embedding alone is trained: the first gradient to arrive is a sparse one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out.requires_grad_(False)
 
 
 class Containers(nn.Module):
@@ -314,8 +295,7 @@ def hooked(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[str]]
 
 
 class Direct(Classifier):
-    """Its step calls submodules, a functional call among them, not ``self``; it returns a dictionary of more than
-    the loss."""
+    """Its step calls submodules, a functional call among them, not ``self``; it returns more than the loss."""
 
     def __init__(self) -> None:
         super().__init__(Plain)
@@ -329,32 +309,10 @@ class Direct(Classifier):
         logits = F.linear(hidden, self.net.out.weight, self.net.out.bias)
         loss = F.cross_entropy(logits, targets)
         self.losses.append(loss.item())
-        return {"loss": loss, "logits": logits.detach(), "more": [Outputs(hidden, logits)]}
+        return {"loss": loss, "logits": logits.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.returned.append({"loss": outputs["loss"], "logits": outputs["logits"]})
-        assert outputs["more"][0].logits.shape == outputs["logits"].shape
-
-
-@dataclasses.dataclass
-class Outputs:
-    hidden: Tensor
-    logits: Tensor
-
-
-class Structured(nn.Module):
-    """Its forward returns a dataclass, as those of many libraries do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = Plain()
-
-    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        return self.outputs(features).logits
-
-    def outputs(self, features: Tensor) -> Outputs:
-        hidden = self.plain.block(features)
-        return Outputs(hidden, self.plain.out(hidden))
 
 
 def direct(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[Any]]:
@@ -375,75 +333,49 @@ FEATURES = [
         AREA, "torch.compile of the LightningModule", compiled, _with(whole=True), note="with the backend `aot_eager`"
     ),
     Feature(AREA, "torch.compile of a block", compiled, _with(whole=False), note="with the backend `aot_eager`"),
+    Feature(AREA, "torch.compile of a block, inductor", compiled, _with(whole=False, backend="inductor")),
     Feature(
         AREA,
         "activation checkpoints, re-entrant, a frozen block",
         trained,
-        _with(build=partial(Checkpointed, True), all_used=True),
+        _with(build=Checkpointed, all_used=True),
         note='under "ddp" with `find_unused_parameters=False` only',
-    ),
-    Feature(
-        AREA,
-        "activation checkpoints, not re-entrant, a frozen block",
-        trained,
-        _with(build=partial(Checkpointed, False)),
     ),
     Feature(
         AREA,
         "adapters on a frozen model, re-entrant checkpoints",
         trained,
-        _with(build=partial(Adapted, True), all_used=True),
+        _with(build=Adapted, all_used=True),
         note='under "ddp" with `find_unused_parameters=False` only',
-    ),
-    Feature(
-        AREA, "adapters on a frozen model, checkpoints not re-entrant", trained, _with(build=partial(Adapted, False))
     ),
     Feature(AREA, "sync_batchnorm", synced, note="with a LayerSync for the CPU, which torch's SyncBatchNorm refuses"),
     Feature(AREA, "configure_model", built_late),
-    Feature(AREA, "lazy modules, materialised before the fit", trained, _with(build=materialised)),
-    Feature(AREA, "deepcopy after a fit, both trained on", copied_after, _with(how=copy.deepcopy)),
-    Feature(AREA, "pickle after a fit, both trained on", copied_after, _with(how=pickled)),
-    Feature(AREA, "deepcopy during a fit, trained by hand", copied_during),
-    Feature(AREA, "`param.data = x` after a batch", repointed, _with(hook="batch end")),
+    Feature(AREA, "deepcopy after a fit, both trained on", copied_after),
+    Feature(AREA, "deepcopy during a fit, trained by hand", copied_during, often=True),
+    Feature(AREA, "`param.data = x` after a batch", repointed, _with(hook="batch end"), often=True),
     Feature(AREA, "`param.data = x` after backward", repointed, _with(hook="after backward")),
-    Feature(AREA, "`param.data = x` after validation", repointed, _with(hook="validation end")),
     Feature(AREA, "load_state_dict in mid-fit", loading),
     Feature(AREA, "a layer frozen in mid-fit", freezing, _with(thaws=False)),
     Feature(AREA, "a layer frozen in mid-fit, and trained again", freezing, _with(thaws=True)),
-    Feature(AREA, "add_param_group in mid-fit", joining),
+    Feature(AREA, "add_param_group in mid-fit", joining, often=True),
     Feature(AREA, "parameters without elements", trained, _with(build=WithEmpty)),
-    Feature(AREA, "complex parameters", trained, _with(build=Complex)),
     Feature(AREA, "sparse embeddings, SGD, few equal ids", trained, _with(build=Sparse, optimizer=sgd)),
-    Feature(
-        AREA,
-        "sparse embeddings alone, SGD, few equal ids",
-        trained,
-        _with(build=OnlySparse, optimizer=sgd),
-    ),
     Feature(AREA, "ParameterList, ParameterDict, layers and weights used twice", trained, _with(build=Containers)),
     Feature(AREA, "channels_last", trained, _with(build=ChannelsLast)),
-    Feature(AREA, "LSTM and transformer layer", trained, _with(build=Recurrent)),
+    Feature(AREA, "LSTM and transformer layer", trained, _with(build=Recurrent), often=True),
     Feature(AREA, "weight_norm, spectral_norm, orthogonal", trained, _with(build=Parametrised)),
-    Feature(AREA, "hooks on modules and parameters", hooked),
+    Feature(AREA, "hooks on modules and parameters", hooked, often=True),
     Feature(AREA, "a step that calls submodules and returns a dictionary", direct),
-    Feature(AREA, "a forward that returns a dataclass", trained, _with(build=Structured)),
 ]
 
 BEYOND = [
     Beyond(
-        "a parametrization registered in mid-fit: the ranks stay equal",
-        "lightning/test_lightning_modules.py::test_a_parametrization_registered_in_mid_fit_is_synchronised",
-    ),
-    Beyond(
-        "parameters replaced in mid-fit (`load_state_dict(assign=True)`): an error names them, not a silent standstill",
-        "lightning/test_lightning_modules.py::test_parameters_replaced_in_mid_fit_are_refused_by_name",
-    ),
-    Beyond(
-        "a submodule replaced in mid-fit: an error names its first parameter, not a silent standstill",
-        "lightning/test_lightning_modules.py::test_a_submodule_replaced_in_mid_fit_is_refused_by_name",
+        "parameters or layers replaced in mid-fit (`load_state_dict(assign=True)`): an error names them, not a silent "
+        "standstill",
+        "lightning/test_changes_in_a_fit.py::test_replaced_parameters_are_refused_by_name",
     ),
     Beyond(
         "sparse embeddings with any optimizer, Adam among them",
-        "lightning/test_lightning_modules.py::test_adam_trains_sparse_embeddings_as_dense_ones",
+        "lightning/test_changes_in_a_fit.py::test_adam_trains_sparse_embeddings_as_dense",
     ),
 ]

@@ -69,13 +69,45 @@ class Scaled:
     state: dict[str, Any]
 
 
-def scaled(name: str, strategy_options: dict[str, Any], overflow: bool = False, **options: Any) -> Scaled:
+def scaled(
+    name: str, strategy_options: dict[str, Any], kind: type[AwkwardModule] = AwkwardModule, **options: Any
+) -> Scaled:
     recorder, plugin = RecordScales(), half_precision(growth_interval=5)
-    module = Overflows() if overflow else AwkwardModule()
     result = fit(
-        name, strategy_options=strategy_options, module=module, plugins=[plugin], callbacks=[recorder], **options
+        name, strategy_options=strategy_options, module=kind(), plugins=[plugin], callbacks=[recorder], **options
     )
+    if kind is Overflows:  # halved by the fourth batch; doubled after each five good ones from there
+        assert recorder.scales == [1024.0] * 3 + [512.0] * 5 + [1024.0] * 5 + [2048.0]
+        assert recorder.moved == [True] * 3 + [False] + [True] * 10
     return Scaled(result, recorder.scales, recorder.moved, plugin.state_dict())
+
+
+class TwoScaled(AwkwardModule):
+    """Two optimizers by hand, one loss scale: the first one's step is skipped in one batch, the second one's is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        features, tokens, targets = batch
+        is_fourth = batch_idx == 3 and self.current_epoch == 0
+        overflows = is_fourth and self.trainer.global_rank == self.trainer.world_size - 1
+        before = self.scale.detach().clone(), self.inputs.weight.detach().clone()
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self(features, tokens), targets)
+            self.manual_backward(loss * (float("inf") if number == 0 and overflows else 1.0))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        assert torch.equal(before[1], self.inputs.weight) == is_fourth
+        assert not torch.equal(before[0], self.scale)
+
+    def configure_optimizers(self) -> Any:
+        trunk = [*self.inputs.parameters(), *self.norm.parameters()]
+        rest = [*self.side.parameters(), *self.out.parameters(), *self.embed.parameters(), self.scale]
+        return torch.optim.SGD(trunk, lr=0.01), torch.optim.SGD(rest, lr=0.01)
 
 
 # --- 16-bit weights --------------------------------------------------------------------------------------------------
@@ -178,24 +210,10 @@ class CountingPrecision(EngineLikePrecision):
         self.calls.append("clip_grad_by_norm")
         super().clip_grad_by_norm(optimizer, clip_val / 2)
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        self.calls.append("clip_grad_by_value")
-        super().clip_grad_by_value(optimizer, clip_val / 2)
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        self.calls.append("pre_backward")
-        return super().pre_backward(tensor, module)
-
-    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        self.calls.append("post_backward")
-        return super().post_backward(tensor, module)
-
-
-def own_plugin(
-    name: str, strategy_options: dict[str, Any], kind: type[EngineLikePrecision] = EngineLikePrecision, **options: Any
-) -> tuple[Fit, list[str]]:
+def own_plugin(name: str, strategy_options: dict[str, Any], **options: Any) -> tuple[Fit, list[str]]:
     """The fit, and which of the plugin's methods were called, in order."""
-    plugin = kind(torch.float32)
+    plugin = CountingPrecision(torch.float32)
     module = AwkwardModule(optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
     result = fit_once(name, strategy_options, module=module, plugins=[plugin], **options)
     return result, plugin.calls
@@ -213,42 +231,29 @@ BY_HAND = '`"ddp"` with fp32 main params written by hand; `grad_reduce_in_fp32=F
 OWN = "a user's `Precision`"
 
 FEATURES = [
-    Feature("Precision", "32-true", fit_once, {"precision": "32-true"}),
     Feature("Precision", "64-true", fit_once, {"precision": "64-true"}),
-    Feature("Precision", "bf16-mixed", fit_once, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
-    Feature("Precision", "bf16-true", sixteen_bit, {"precision": "bf16-true"}, note=BY_HAND),
+    Feature("Precision", "bf16-mixed", fit_once, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}, often=True),
+    Feature("Precision", "bf16-true", sixteen_bit, {"precision": "bf16-true"}, note=BY_HAND, often=True),
     Feature("Precision", "16-true", sixteen_bit, {"precision": "16-true", "max_epochs": 1}, note=BY_HAND),
     Feature("Precision", "16-mixed, loss scale growing", scaled, {}),
-    Feature("Precision", "16-mixed, inf on one rank only", scaled, {"overflow": True}),
-    Feature("Precision", "16-mixed, inf on one rank only, clipped by value", scaled, {"overflow": True, **VALUE}),
+    Feature("Precision", "16-mixed, inf on one rank only", scaled, {"kind": Overflows}, often=True),
+    Feature("Precision", "16-mixed, inf on one rank only, clipped by value", scaled, {"kind": Overflows, **VALUE}),
+    Feature("Precision", "16-mixed, inf for one of two optimizers", scaled, {"kind": TwoScaled}, often=True),
     Feature("Precision", "16-mixed, accumulate_grad_batches", scaled, {"accumulate_grad_batches": 3}),
+    Feature("Precision", "replaced layers, contexts, converted input, bf16 weights", own_plugin_in_bf16, note=BY_HAND),
     Feature(
         "Precision",
-        "replaced layers, contexts, converted input",
+        "replaced layers, contexts, converted input, overridden step and clipping",
         own_plugin,
-        note=f"{OWN} that overrides the methods of transformer-engine's",
-    ),
-    Feature("Precision", "the same with bf16 weights", own_plugin_in_bf16, note=BY_HAND),
-    Feature(
-        "Precision",
-        "overridden step and clipping by value",
-        own_plugin,
-        {"kind": CountingPrecision, **VALUE},
-        note=f"{OWN}; its `super()` reaches the engine's clipping",
-    ),
-    Feature(
-        "Precision",
-        "overridden step and clipping by norm",
-        own_plugin,
-        {"kind": CountingPrecision, **NORM},
+        NORM,
         rtol=1e-6,
-        note=f"{OWN}; its `super()` reaches the engine's clipping",
+        note=f"{OWN} with the methods of transformer-engine's; its `super()` reaches the engine's clipping",
     ),
 ]
 
 BEYOND = [
     Beyond(
         "bf16-true still learns if updates are smaller than a weight's last bit: fp32 main params",
-        "lightning/test_lightning_precision.py::test_bf16_weights_stall_under_ddp_and_learn_here",
+        "lightning/test_lightning_teardown.py::test_16_bit_weights_equal_a_loop_by_hand",
     ),
 ]

@@ -1,76 +1,126 @@
-"""The CommunicationMonitor's numbers in the log: when they come, and what bytes they count."""
+"""The CommunicationMonitor's numbers in the log, other listeners to the engine's events, and the search for NaN."""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from megastrategy import CommunicationMonitor
+from megastrategy import CommunicationMonitor, MegatronDDPStrategy
+from megastrategy.core import EventKind, private_group
+from megastrategy.core.errors import NonFiniteGradError
+from tests.doors.features.precision import half_precision
+from tests.support.doubles import DelayingCollectives
 
-from ..fits import BATCHES_PER_EPOCH, MemoryLogger, fit, loader, make_strategy, make_trainer
-from ..monitored_fits import (
-    MODES,
-    SENT_BYTES,
-    Lines,
-    Net,
-    Overflows,
-    column,
-    half_precision,
-    lines_of,
-    monitored,
-    norms_of_both,
-    padded_numel,
-    steps_of,
+from ..fits import (
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    Fit,
+    MemoryLogger,
+    assert_same_fit,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
 )
+from ..matrix import MODES
 from ..rank_processes import SIZE, Ranks
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
+Lines = list[tuple[int | None, dict[str, float]]]
 
 
-class Odd(Net):
-    """Sizes that do not fill their buckets: 35, 7, 77 and 11 elements."""
+class Net(pl.LightningModule):
+    """With ``bucket_size=1`` each of its tensors is a bucket, of sizes known without asking the engine."""
 
-    def __init__(self) -> None:
-        super().__init__(hidden=7, bias=True)
+    def __init__(self, hidden: int = 128, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs = nn.Linear(5, hidden, bias=bias)
+        self.outputs = nn.Linear(hidden, 11, bias=bias)
+
+    def loss(self, batch: Any) -> Tensor:
+        features, _, targets = batch
+        return F.cross_entropy(self.outputs(torch.tanh(self.inputs(features.to(self.dtype)))).float(), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-LOW = {"grad_reduce_in_fp32": False}
+SENT_BYTES = 8 * (5 * 128 + 128 * 11) * (SIZE - 1) / SIZE
+"""A step of Net in fp32, reduce-scattered and gathered, or all-reduced."""
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("mode", "precision", "options", "bytes_an_element"),
-    [
-        ("reduce-scatter", "32-true", {}, 4 + 4),
-        ("all-reduce", "32-true", {}, 2 * 4),
-        ("flattened", "32-true", {}, 2 * 4),
-        ("reduce-scatter", "bf16-true", {}, 4 + 2),
-        ("reduce-scatter", "bf16-true", LOW, 2 + 2),
-        ("all-reduce", "bf16-true", {}, 2 * 4),
-        ("reduce-scatter", "32-true", {"grad_wire_dtype": "bf16"}, 2 + 4),
-        ("reduce-scatter", "32-true", {"grad_wire_dtype": "fp16"}, 2 + 4),
-    ],
-)
-def test_sent_bytes_are_those_of_the_formula(
-    ranks: Ranks, mode: str, precision: str, options: dict[str, Any], bytes_an_element: int
-) -> None:
-    """(d-1)/d of a bucket for the reduce-scatter, and for the gather; twice that for an all-reduce; with padding."""
-    options = {**MODES[mode], **options}
-    for lines in ranks.run(monitored, Odd, options, precision=precision, max_epochs=1, limit_train_batches=3):
-        elements = padded_numel(5 * 7, 7, 7 * 11, 11)
-        assert column(lines, "sent_bytes") == [bytes_an_element * elements * (SIZE - 1) / SIZE] * 3
+def monitored(
+    module: Callable[[], pl.LightningModule] = Net, strategy_options: dict[str, Any] | None = None, **options: Any
+) -> Lines:
+    """The monitor's logged values on this rank, without their prefix."""
+    result = fit(
+        "megatron_ddp",
+        strategy_options={"bucket_size": 1, **(strategy_options or {})},
+        module=module(),
+        callbacks=[CommunicationMonitor(), *options.pop("callbacks", [])],
+        **options,
+    )
+    return lines_of(result.logged)
+
+
+def lines_of(logged: Lines) -> Lines:
+    prefix = "communication/"
+    return [
+        (step, {key.removeprefix(prefix): value for key, value in values.items()})
+        for step, values in logged
+        if any(key.startswith(prefix) for key in values)
+    ]
+
+
+def column(lines: Lines, name: str) -> list[float]:
+    return [values[name] for _, values in lines]
+
+
+def steps_of(lines: Lines) -> list[int | None]:
+    return [step for step, _ in lines]
+
+
+class Overflows(Net):
+    """The gradient of one element is infinite on rank 1 in the fourth batch of the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and batch_idx == 3 and self.current_epoch == 0:
+            loss = loss + torch.tensor(float("inf")) * self.outputs.weight[0, 0]
+        return loss
+
+
+class WholeNorm(pl.Callback):
+    """Logs the norm as ``CommunicationMonitor`` does, from the whole tensors of torch DDP."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        grads = [param.grad.flatten() for param in pl_module.parameters()]
+        pl_module.log("communication/grad_norm", float(torch.cat(grads).norm()))
 
 
 # --- when it logs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 1), (4, 1), (50, 1), (1, 3), (4, 3), (0, 1)])
-def test_it_logs_when_the_loss_is_logged_and_at_the_end(ranks: Ranks, every: int, accumulate: int) -> None:
-    """Under the same steps, so that the two can be plotted over each other; nothing is logged twice."""
+@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (4, 3), (0, 1)])
+def test_monitor_logs_when_the_loss_is_logged(ranks: Ranks, every: int, accumulate: int) -> None:
+    """Under the same steps, so that the two can be plotted over each other, and at the end; nothing is logged twice."""
     for logged in ranks.run(everything_logged, log_every_n_steps=every, accumulate_grad_batches=accumulate):
         num_steps = 2 * -(-BATCHES_PER_EPOCH // accumulate)
         expected = list(range(every - 1, num_steps, every)) if every else []
@@ -82,9 +132,16 @@ def test_it_logs_when_the_loss_is_logged_and_at_the_end(ranks: Ranks, every: int
         assert column(lines, "sent_bytes") == [SENT_BYTES] * len(expected), "averaged over the steps of its window"
 
 
-@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 3)])
-def test_the_norm_is_that_of_ddp_before_clipping(ranks: Ranks, every: int, accumulate: int) -> None:
-    ours, whole = ranks.run(norms_of_both, log_every_n_steps=every, accumulate_grad_batches=accumulate)[0]
+def norms_of_both(**options: Any) -> tuple[Lines, Lines]:
+    def logged(strategy: str, callback: pl.Callback) -> Lines:
+        result = fit(strategy, module=Net(), callbacks=[callback], gradient_clip_val=0.05, **options)
+        return [(step, values) for step, values in lines_of(result.logged) if "grad_norm" in values]
+
+    return logged("megatron_ddp", CommunicationMonitor()), logged("ddp", WholeNorm())
+
+
+def test_logged_norm_is_that_before_clipping(ranks: Ranks) -> None:
+    ours, whole = ranks.run(norms_of_both, log_every_n_steps=2, accumulate_grad_batches=3)[0]
     assert len(whole) > 1
     assert steps_of(ours) == steps_of(whole)
     for (_, norms), (_, expected) in zip(ours, whole, strict=True):
@@ -102,7 +159,7 @@ def everything_logged(**options: Any) -> Lines:
     ).logged
 
 
-def test_a_resumed_fit_goes_on_at_its_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_monitor_of_a_resumed_fit_goes_on_at_its_step(ranks: Ranks, tmp_path: Path) -> None:
     for first, second in ranks.run(fit_and_resume, str(tmp_path / "last.ckpt")):
         assert steps_of(first) == [3, 6]
         assert steps_of(second) == [7, 11, 13], "every fourth of all steps, then what is left"
@@ -127,15 +184,11 @@ def fit_and_resume(path: str) -> tuple[Lines, Lines]:
     return logs[0], logs[1]
 
 
-# --- manual optimization ---------------------------------------------------------------------------------------------
-
-
 # --- skipped steps ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_a_grad_scaler_skips_sends_no_weights(ranks: Ranks, mode: str) -> None:
+def test_step_that_a_scaler_skips_sends_no_weights(ranks: Ranks, mode: str) -> None:
     for lines in ranks.run(monitored_with_overflow, MODES[mode]):
         expected = [SENT_BYTES] * 14
         if mode == "reduce-scatter":
@@ -150,7 +203,7 @@ def monitored_with_overflow(strategy_options: dict[str, Any]) -> Lines:
 # --- what it refuses -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_logger_or_the_strategy_it_says_so(ranks: Ranks) -> None:
+def test_monitor_says_that_it_needs_a_logger(ranks: Ranks) -> None:
     ranks.run(fit_without_what_it_needs)
 
 
@@ -163,3 +216,137 @@ def fit_without_what_it_needs() -> None:
     trainer = make_trainer(make_strategy("ddp"), callbacks=[CommunicationMonitor()], logger=MemoryLogger())
     with pytest.raises(MisconfigurationException, match=r"is lightning\.pytorch\.strategies\.ddp\.DDPStrategy: choose"):
         trainer.fit(Net(), loader())
+
+
+# --- the time in which training waits --------------------------------------------------------------------------------
+
+
+DELAY_S = 0.02
+
+
+class DelayingGathers(DelayingCollectives):
+    """The gather of parameters is late too."""
+
+    def all_gather(self, tensor: Tensor) -> Any:
+        start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
+        start("delay", lambda: time.sleep(self._delay_s))
+        return super().all_gather(tensor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exposed_time_is_what_training_waits_for(ranks: Ranks, mode: str) -> None:
+    """The first of two buckets may hide behind the launch of the second; the delay of the second cannot hide."""
+    num_waits = 2 if mode == "reduce-scatter" else 1
+    for lines, seconds in ranks.run(monitored_with_delays, MODES[mode], log_every_n_steps=2):
+        assert len(lines) == 2
+        for _, values in lines:
+            assert values["exposed_ms"] >= num_waits * DELAY_S * 1e3
+        assert 2 * lines[0][1]["exposed_ms"] + lines[1][1]["exposed_ms"] < seconds * 1e3, "steps of 2 and of 1"
+
+
+def monitored_with_delays(strategy_options: dict[str, Any], **options: Any) -> tuple[Lines, float]:
+    """The logged values, and the seconds of the fit."""
+
+    def collectives(device: torch.device, agreed: bool) -> DelayingCollectives:
+        return DelayingGathers(private_group(None, device), DELAY_S)
+
+    start = time.perf_counter()
+    with mock.patch("megastrategy._lightning.meshes.engine_collectives", collectives):
+        lines = monitored(Net, strategy_options, max_epochs=1, limit_train_batches=3, **options)
+    return lines, time.perf_counter() - start
+
+
+# --- listeners -------------------------------------------------------------------------------------------------------
+
+
+class AddsListener(pl.Callback):
+    """Listens by itself, as a profiler would."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[EventKind, int]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.strategy.add_listener(lambda event: self.events.append((event.kind, event.index)))  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with pytest.raises(RuntimeError, match="set up already: add listeners before"):
+            trainer.strategy.add_listener(print)  # type: ignore[attr-defined]
+
+
+def fit_with_listeners(is_watched: bool) -> tuple[Fit, list[list[tuple[EventKind, int]]]]:
+    listeners = [AddsListener(), AddsListener()] if is_watched else []
+    callbacks = [CommunicationMonitor(), *listeners] if is_watched else []
+    return fit("megatron_ddp", callbacks=callbacks), [listener.events for listener in listeners]
+
+
+def test_fit_with_listeners_is_the_same_fit(ranks: Ranks) -> None:
+    """To the bit, and all listeners hear the same."""
+    watched, plain = (ranks.run(fit_with_listeners, is_watched) for is_watched in (True, False))
+    for (mine, [first, second]), (other, _) in zip(watched, plain, strict=True):
+        mine.logged = [
+            (step, values) for step, values in mine.logged if not any(key.startswith("communication") for key in values)
+        ]
+        assert_same_fit(mine, other)
+        assert first == second
+        assert first.count((EventKind.STEP_END, 0)) == 14
+
+
+# --- check_for_nan_in_grad -------------------------------------------------------------------------------------------
+
+
+class BecomesNaN(AwkwardModule):
+    """On rank 1 one element of a gradient is NaN in the fourth batch, and nothing else is, on any rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and batch_idx == 3:
+            self.out.bias.register_hook(poison)
+        return loss
+
+
+def poison(grad: Tensor) -> Tensor:
+    spoiled = grad.clone()
+    spoiled[2] = float("nan")
+    return spoiled
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [("reduce-scatter", 3), ("all-reduce", 1)])
+def test_nan_on_one_rank_ends_the_fit_with_its_place(ranks: Ranks, mode: str, accumulate: int) -> None:
+    """Also if it came in a microbatch that was not sent; and the next fit in the same processes works."""
+    (message, clean), (other, other_clean) = ranks.run(fit_until_nan, MODES[mode], accumulate)
+    assert message == other
+    place = r"before they were reduced: rank 1, parameter 'out.bias' \(bucket \d\): 1 of 7 elements. Look"
+    assert re.search(place, message)
+    assert_same_fit(clean, ranks.run(fit, "megatron_ddp", strategy_options=MODES[mode])[0])
+    assert all(torch.equal(clean.weights[name], weight) for name, weight in other_clean.weights.items())
+
+
+def fit_until_nan(mode: dict[str, Any], accumulate: int) -> tuple[str, Fit]:
+    options = {**mode, "check_for_nan_in_grad": True}
+    with pytest.raises(NonFiniteGradError) as caught:
+        fit(
+            "megatron_ddp",
+            strategy_options=options,
+            module=BecomesNaN(),
+            accumulate_grad_batches=accumulate,
+        )
+    return str(caught.value), fit("megatron_ddp", strategy_options=options)
+
+
+def test_nan_check_is_refused_beside_a_grad_scaler(ranks: Ranks) -> None:
+    """The scaler provokes infinite gradients and skips their steps; the check would end the fit at the first."""
+    ranks.run(fit_with_check_and_scaler)
+
+
+def fit_with_check_and_scaler() -> None:
+    plugin = half_precision()
+    scaler = plugin.scaler
+    trainer = make_trainer(MegatronDDPStrategy(check_for_nan_in_grad=True), plugins=[plugin])
+    with pytest.raises(ValueError, match="check_for_nan_in_grad=True contradicts the GradScaler of MixedPrecision"):
+        trainer.fit(Net(), loader())
+    assert plugin.scaler is scaler
+    assert type(plugin) is MixedPrecision
+    for allowed in ({"precision": "bf16-mixed"}, {"plugins": [half_precision(enabled=False)]}):
+        trainer = make_trainer(MegatronDDPStrategy(check_for_nan_in_grad=True), max_epochs=1, **allowed)
+        trainer.fit(Net(), loader())
+        assert trainer.global_step == BATCHES_PER_EPOCH

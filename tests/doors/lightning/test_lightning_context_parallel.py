@@ -23,7 +23,6 @@ from tests.support.tensor_parallel import whole
 from ..fits import make_trainer
 from ..rank_processes import Ranks
 from . import test_lightning_experts as experts
-from . import test_lightning_pipeline as stages
 from . import test_lightning_tensor_parallel as tensor
 from .test_lightning_tensor_parallel import read
 
@@ -105,15 +104,8 @@ def train_alone(dp: int, accumulate: int) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-ALL_REDUCE = {"use_distributed_optimizer": False}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("cp", "accumulate", "options"),
-    [(2, 1, {}), (4, 1, {}), (2, 2, ALL_REDUCE), pytest.param(2, 2, {"grad_buffer": "pooled"}, marks=pytest.mark.long)],
-)
-def test_parts_of_a_sequence_train_as_one_process_does(
+@pytest.mark.parametrize(("cp", "accumulate", "options"), [(2, 1, {}), (2, 2, {"use_distributed_optimizer": False})])
+def test_parts_of_a_sequence_train_as_one_process(
     mesh: Ranks, tmp_path: Path, cp: int, accumulate: int, options: dict[str, Any]
 ) -> None:
     expected = train_alone(RANKS // cp, accumulate)
@@ -134,18 +126,15 @@ def test_parts_of_a_sequence_train_as_one_process_does(
 # --- beside other parallelism ----------------------------------------------------------------------------------------
 
 
-class OfParts(pl.LightningModule):
-    """Comes in front of a module whose layers work on each place of a sequence alone, and trains it on a part."""
+class PartsOfLayers(tensor.LitModel):
+    """Its layers work on each place of a sequence alone; trains them on a part."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch[0], batch[0].roll(-1, 1)
         if self.device_mesh is not None:
-            size, rank = (
-                self.device_mesh["context_parallel"].size(),
-                self.device_mesh.get_local_rank("context_parallel"),
-            )
-            tokens, targets = tokens.chunk(size, 1)[rank], targets.chunk(size, 1)[rank]
-        loss = self.loss_of(tokens, targets)
+            mesh = self.device_mesh["context_parallel"]
+            tokens, targets = (each.chunk(mesh.size(), 1)[mesh.get_local_rank()] for each in (tokens, targets))
+        loss = functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
         return loss
 
@@ -153,43 +142,21 @@ class OfParts(pl.LightningModule):
         return sgd(self)
 
 
-class PartsOfLayers(OfParts, tensor.LitModel):
-    def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-
-
-class PartsOfStages(OfParts, stages.LitModel):
-    def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.net(tokens, target=targets)
-
-
-BESIDE: dict[str, tuple[Any, Any]] = {
-    "tensor_parallel_size": (PartsOfLayers, tensor.loader),
-    "pipeline_parallel_size": (PartsOfStages, stages.loader),
-}
-
-
-def fit_beside(other: str, devices: int, path: Path, epochs: int, resume: Path | None) -> float:
-    kind, loader = BESIDE[other]
-    strategy = MegatronDDPStrategy(context_parallel_size=2, **{other: 2}) if devices > 1 else "ddp"
+def fit_beside(devices: int, path: Path, epochs: int, resume: Path | None) -> float:
+    strategy = MegatronDDPStrategy(context_parallel_size=2, tensor_parallel_size=2) if devices > 1 else "ddp"
     trainer = make_trainer(strategy, devices=devices, max_epochs=epochs, gradient_clip_val=0.1)
-    trainer.fit(kind(), loader(4), ckpt_path=resume)
+    trainer.fit(PartsOfLayers(), tensor.loader(4), ckpt_path=resume)
     trainer.save_checkpoint(str(path))
     return float(trainer.callback_metrics["loss"])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("other", BESIDE)
-def test_parts_of_sequences_and_of_the_model_train_and_resume_as_one_process_does(
-    one_rank: Ranks, mesh: Ranks, tmp_path: Path, other: str
-) -> None:
+def test_parts_of_sequences_and_layers_train(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     for epochs in (1, 2):
-        resume = None if epochs == 1 else tmp_path / "alone 1"
-        [expected] = one_rank.run(fit_beside, other, 1, tmp_path / f"alone {epochs}", epochs, resume)
-        resume = None if epochs == 1 else tmp_path / "found 1"
-        losses = mesh.run(fit_beside, other, RANKS, tmp_path / f"found {epochs}", epochs, resume)
+        sources = [None if epochs == 1 else tmp_path / f"{who} 1" for who in ("alone", "mesh")]
+        [expected] = one_rank.run(fit_beside, 1, tmp_path / f"alone {epochs}", epochs, sources[0])
+        losses = mesh.run(fit_beside, RANKS, tmp_path / f"mesh {epochs}", epochs, sources[1])
         assert losses == pytest.approx([expected] * RANKS, rel=1e-5)
-        one, four = (read(tmp_path / f"{who} {epochs}") for who in ("alone", "found"))
+        one, four = (read(tmp_path / f"{who} {epochs}") for who in ("alone", "mesh"))
         for part in ("state_dict", "optimizer_states"):
             tensor.assert_close(four[part], one[part], part)
 
@@ -209,9 +176,7 @@ def fit_experts(ep: int) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in module.model.named_parameters()}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ep", [2, 4])
-def test_experts_are_divided_over_data_parallel_and_context_ranks(mesh: Ranks, ep: int) -> None:
+def test_experts_are_divided_over_context_ranks_too(mesh: Ranks) -> None:
     module, samples = experts.LitExperts(), experts.loader(RANKS).dataset
     optimizer = module.configure_optimizers()
     by_rank = [list(DistributedSampler(samples, 2, rank, shuffle=True)) for rank in range(2)]
@@ -223,7 +188,7 @@ def test_experts_are_divided_over_data_parallel_and_context_ranks(mesh: Ranks, e
                 (module.model.loss(*samples[part], module.model) / RANKS).backward()
         optimizer.step()
     expected = {name: param.detach() for name, param in module.model.named_parameters()}
-    for weights in mesh.run(fit_experts, ep):
+    for weights in mesh.run(fit_experts, RANKS):
         torch.testing.assert_close(weights, expected, rtol=0.0, atol=2e-6)
 
 

@@ -5,8 +5,9 @@ The limit of each job is far below the process group's timeout (half an hour), s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import contextlib
+import textwrap
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,105 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
+from megastrategy._faults.failure_watch import FailureWatch
 from megastrategy.core.errors import CollectiveError
+from tests.support.scripts import run_script
 
-from ..failing_fits import (
-    BATCH,
-    PLACES,
-    OnPurposeError,
-    assert_whole,
-    fit_raising,
-    fit_saving_on_exception,
-    short_grace,
+from ..fits import (
+    BATCH_SIZE,
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    assert_same_tensors,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
 )
-from ..fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from ..rank_processes import Failure, Ranks, assert_failed
 
-# --- one rank alone --------------------------------------------------------------------------------------------------
+BATCH = 3
+"""The batch in which things happen: two after the first, so that states exist, and some before the epoch's end."""
+
+
+class OnPurposeError(Exception):
+    """Raised by the tests."""
+
+
+def raise_on(module: pl.LightningModule, rank: int | None, batch_idx: int) -> None:
+    if batch_idx == BATCH and rank in (None, module.trainer.global_rank):
+        raise OnPurposeError(f"rank {module.trainer.global_rank}")
+
+
+class RaisesIn(AwkwardModule):
+    """Raises in batch 3, in the place called ``where``, on one rank or on all (None)."""
+
+    def __init__(self, where: str, rank: int | None) -> None:
+        super().__init__()
+        self.where, self.rank = where, rank
+
+    def _raise(self, where: str, batch_idx: int) -> None:
+        if where == self.where:
+            raise_on(self, self.rank, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._raise("forward", batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if self.where == "backward":
+            loss.register_hook(lambda grad: self._raise("backward", batch_idx))
+        return loss
+
+    def on_after_backward(self) -> None:
+        self._raise("on_after_backward", self.trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._raise("on_before_optimizer_step", self.trainer.fit_loop.batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        module = self
+
+        class Raising(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                if module.trainer.training:  # not in the trial step of the probe
+                    module._raise("step", module.trainer.fit_loop.batch_idx)
+                return super().step(closure)
+
+        return Raising(self.parameters(), lr=1e-2)
+
+
+class RaisesInCallback(pl.Callback):
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        raise_on(pl_module, self.rank, batch_idx)
+
+
+PLACES = ["forward", "backward", "on_after_backward", "on_before_optimizer_step", "step", "callback"]
+
+
+def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl.Callback, ...] = ()) -> pl.Trainer:
+    """Fits, and lets the exception out."""
+    if place == "callback":
+        callbacks = (*callbacks, RaisesInCallback(rank))
+    strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
+    saving = bool([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
+    trainer = make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=saving)
+    trainer.fit(RaisesIn(place, rank), loader())
+    return trainer
+
+
+@contextlib.contextmanager
+def short_grace() -> Iterator[None]:
+    """These processes go on to other tests."""
+    before, FailureWatch.GRACE_S = FailureWatch.GRACE_S, 0.5
+    try:
+        yield
+    finally:
+        FailureWatch.GRACE_S = before
 
 
 @pytest.fixture
@@ -42,10 +125,10 @@ def left_ranks(ranks: Ranks) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("place", "sharded"), [("forward", True), ("backward", False), ("on_before_optimizer_step", True)]
+)
+def test_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
     """As soon as the rank's process ends, as a script's would; each rank says why."""
     waiting, raising = ranks.outcomes(fit_raising, place, 1, sharded)
     assert isinstance(raising, Failure)
@@ -55,7 +138,7 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     assert waiting.seconds < 30
 
 
-def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(left_ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_on_exception_of_one_rank_is_whole(left_ranks: Ranks, tmp_path: Path) -> None:
     """The others give up waiting for it, and the shards of all ranks are those of the same step."""
     left_ranks.run(fit_saving_alone, tmp_path / "run")
     assert_whole(tmp_path / "run", BATCH)
@@ -75,9 +158,7 @@ class RaisesInValidation(AwkwardModule):
             raise OnPurposeError("rank 1")
 
 
-def test_a_checkpoint_on_exception_in_validation_is_whole_when_one_rank_alone_raises(
-    left_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_checkpoint_on_a_failed_validation_is_whole(left_ranks: Ranks, tmp_path: Path) -> None:
     """ModelCheckpoint first asks for all metrics, and the ranks have different ones left to reduce."""
     first, second = left_ranks.run(fit_saving_in_validation, tmp_path / "run")
     assert second == "rank 1"
@@ -103,7 +184,7 @@ class RaisesInTheFinder(AwkwardModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_cause_is_told_where_a_rank_cleans_up_behind_it(left_ranks: Ranks, tmp_path: Path) -> None:
+def test_cause_is_told_where_a_rank_cleans_up(left_ranks: Ranks, tmp_path: Path) -> None:
     first, _ = left_ranks.run(fit_finding_a_rate, tmp_path)
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
 
@@ -122,103 +203,66 @@ class RaisesInEverySave(AwkwardModule):
             raise OnPurposeError("in the save")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_rank_that_fails_again_in_the_save_on_exception_keeps_nobody_waiting(
-    ranks: Ranks, tmp_path: Path, sharded: bool
-) -> None:
-    first, second = ranks.outcomes(fit_failing_in_every_save, tmp_path, sharded)
+def test_failure_in_the_last_save_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.outcomes(fit_failing_in_every_save, tmp_path)
     assert (second.kind, second.message) == ("OnPurposeError", "in the save")
     assert first.kind != "died"
 
 
-def fit_failing_in_every_save(directory: Path, sharded: bool) -> None:
+def fit_failing_in_every_save(directory: Path) -> None:
     MegatronDDPStrategy.patience = timedelta(seconds=2)  # this process ends with the exception
     checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, every_n_train_steps=2)
     options: dict[str, Any] = {"callbacks": [checkpoint], "enable_checkpointing": True}
-    mode = {"use_distributed_optimizer": sharded}
     with short_grace():
-        fit("megatron_ddp", strategy_options=mode, module=RaisesInEverySave(), **options)
+        fit("megatron_ddp", module=RaisesInEverySave(), **options)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("place", PLACES)
-def test_the_next_fit_works_after_an_exception_on_one_rank_alone(ranks: Ranks, place: str) -> None:
+class RaisesInHook(AwkwardModule):
+    """In the hook called ``where``, on rank 1. After each of them Lightning has a collective, or makes its first."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        hook = getattr(self, where)
+
+        def raise_on_rank_1(*args: Any, **kwargs: Any) -> Any:
+            if self.trainer.global_rank == 1:
+                raise OnPurposeError("rank 1")
+            return hook(*args, **kwargs)
+
+        setattr(self, where, raise_on_rank_1)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "forward",
+        "setup",
+        "on_save_checkpoint",
+        pytest.param("on_before_optimizer_step", marks=pytest.mark.long),
+        pytest.param("configure_optimizers", marks=pytest.mark.long),
+        pytest.param("on_train_epoch_end", marks=pytest.mark.long),
+    ],
+)
+def test_next_fit_works_after_an_exception_on_one_rank(ranks: Ranks, tmp_path: Path, place: str) -> None:
     """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too."""
-    first, second = ranks.run(fit_again_after_exception_on_rank_1, place)
+    first, second = ranks.run(fit_again_after_exception_on_rank_1, place, tmp_path)
     assert second == "rank 1"
     assert first.startswith("rank 0 of 2: ")
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
 
 
-def fit_again_after_exception_on_rank_1(place: str) -> str:
+def fit_again_after_exception_on_rank_1(place: str, directory: Path) -> str:
+    module = RaisesIn(place, 1) if place in PLACES else RaisesInHook(place)
+    options = {"callbacks": [ModelCheckpoint(dirpath=directory)], "enable_checkpointing": True}
     with short_grace(), pytest.raises((OnPurposeError, RuntimeError)) as raised:
-        fit_raising(place, 1, True)
+        fit("megatron_ddp", module=module, **options)
     again = fit("megatron_ddp")
     assert_same_tensors(again.weights, fit("ddp").weights)
     return str(raised.value)
 
 
-class RaisesOutsideBatches(AwkwardModule):
-    """In the hook called ``where``, on rank 1."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-        for name in HOOKS:
-            setattr(self, name, functools.partial(self._maybe_raise, name, getattr(self, name)))
-
-    def _maybe_raise(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if name == self.where and self.trainer.global_rank == 1:
-            raise OnPurposeError(name)
-        return hook(*args, **kwargs)
-
-
-HOOKS = [
-    "setup",
-    "configure_model",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_train_start",
-    "validation_step",
-    "on_train_epoch_end",
-    "on_save_checkpoint",
-]
-"""After each of them Lightning has a collective of its own, or makes its first ones."""
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_an_exception_outside_of_batches_is_noticed_by_all_and_the_next_fit_works(
-    ranks: Ranks, tmp_path: Path, hook: str
-) -> None:
-    """Rank 1's script catches it, so that nothing of the process ends that the other one waits for."""
-    first, second = ranks.run(fit_again_after_exception_in_hook, hook, tmp_path)
-    assert second == hook
-    assert first.endswith(f"was given up: rank 1: OnPurposeError: {hook}")
-
-
-def fit_again_after_exception_in_hook(hook: str, directory: Path) -> str:
-    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
-        fit(
-            "megatron_ddp",
-            module=RaisesOutsideBatches(hook),
-            callbacks=[ModelCheckpoint(dirpath=directory)],
-            enable_checkpointing=True,
-            num_sanity_val_steps=1,
-        )
-    again = fit("megatron_ddp")
-    assert_same_tensors(again.weights, fit("ddp").weights)
-    return str(raised.value)
-
-
-# --- all ranks -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("place", PLACES)
-def test_the_next_fit_in_the_process_works(ranks: Ranks, place: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("place", "sharded"), [("forward", True), ("backward", False)])
+def test_next_fit_works_after_an_exception_on_all(ranks: Ranks, place: str, sharded: bool) -> None:
     """In a notebook one corrects the error and goes on."""
     assert ranks.run(fit_again_after_exception, place, sharded) == ["rank 0", "rank 1"]
 
@@ -241,7 +285,7 @@ class RaisesAhead(pl.Callback):
             raise OnPurposeError(f"rank {trainer.global_rank}")
 
 
-def test_ranks_that_left_at_different_collectives_do_not_begin_another_fit(ranks: Ranks) -> None:
+def test_ranks_at_different_collectives_do_not_go_on(ranks: Ranks) -> None:
     """Backends match collectives by their number: the next ones would be matched with the wrong ones, and hang."""
     outcomes = ranks.outcomes(fit_after_raising_ahead)
     for outcome in outcomes:
@@ -255,19 +299,104 @@ def fit_after_raising_ahead() -> None:
     fit("megatron_ddp")
 
 
-# --- saving on the way out -------------------------------------------------------------------------------------------
+def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
+    checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", save_on_exception=True, save_top_k=0)
+    with pytest.raises(Exception, match=r"rank [01]"):
+        fit_raising(place, rank, sharded, (checkpoint,))
+    return "raised"
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("place", ["forward", "backward", "on_before_optimizer_step"])
-def test_a_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place: str, sharded: bool) -> None:
-    """The optimizer's shards are gathered by a group made for it, since the old one may be in any state."""
-    directory = tmp_path / "run"
-    for outcome in ranks.run(fit_saving_on_exception, place, None, sharded, directory):
-        assert outcome == "raised"
+def assert_whole(directory: Path, global_step: int) -> None:
+    """The one checkpoint there is of this step, with the state of every parameter."""
     [path] = directory.glob("*.ckpt")
     state = torch.load(path, weights_only=True)
-    assert state["global_step"] == BATCH
+    assert state["global_step"] == global_step
     trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
     assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+
+
+@pytest.mark.parametrize(("place", "sharded"), [("backward", True), ("forward", False)])
+def test_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place: str, sharded: bool) -> None:
+    """The optimizer's shards are gathered by a group made for it, since the old one may be in any state."""
+    assert ranks.run(fit_saving_on_exception, place, None, sharded, tmp_path / "run") == ["raised"] * 2
+    assert_whole(tmp_path / "run", BATCH)
+
+
+# --- where data comes from -------------------------------------------------------------------------------------------
+
+
+def first_sample(rank: int, batch: int = BATCH) -> int:
+    """The first sample of a rank's batch, as Lightning shuffles and divides the samples."""
+    sampler = DistributedSampler(loader().dataset, 2, rank, shuffle=True, seed=0)  # type: ignore[arg-type]
+    return list(sampler)[batch * BATCH_SIZE]
+
+
+class Broken(Dataset[Any]):
+    """Samples; some cannot be read."""
+
+    def __init__(self, broken: Sequence[int]) -> None:
+        self.samples = loader().dataset
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index in self.broken:
+            raise OnPurposeError(f"sample {index}")
+        return self.samples[index]  # type: ignore[no-any-return]
+
+
+def fit_after_broken(data: Dataset[Any]) -> str:
+    """As in a notebook: the exception is read, and the next fit begins. Returns the exception."""
+    MegatronDDPStrategy.patience = timedelta(seconds=2)
+    with pytest.raises(OnPurposeError) as raised:
+        make_trainer(make_strategy("megatron_ddp")).fit(AwkwardModule(), DataLoader(data, batch_size=BATCH_SIZE))
+    again = fit("megatron_ddp")
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+def test_rank_that_goes_on_alone_is_stopped(ranks: Ranks) -> None:
+    """Rank 1 reads its broken sample a batch before rank 0 reads its own. It begins the next fit, while rank 0 waits
+    for it in the first. Both would wait for each other, in vain, for the process group's half hour."""
+    broken = Broken([first_sample(0, BATCH + 1), first_sample(1, BATCH)])
+    waiting, alone = ranks.outcomes(fit_after_broken, broken)
+    assert_failed(
+        alone,
+        "the ranks cannot go on together",
+        "rank(s) [0] have not left it within 2 s",
+        "start all ranks anew",
+    )
+    assert_failed(waiting, kind="CollectiveError", within_s=30)
+    assert "the first failure among the ranks: rank 1: OnPurposeError" in waiting.traceback
+
+
+SCRIPT = """
+    import sys
+
+    from torch.utils.data import DataLoader
+
+    from tests.doors.fits import BATCH_SIZE, AwkwardModule, make_strategy, make_trainer
+    from tests.doors.lightning.test_lightning_failures import Broken
+
+    if __name__ == "__main__":
+        trainer = make_trainer(make_strategy("megatron_ddp"))
+        data = DataLoader(Broken([int(sys.argv[1])]), batch_size=BATCH_SIZE, num_workers=1)
+        try:
+            trainer.fit(AwkwardModule(), data)
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            print(f"rank {trainer.global_rank} ended with {type(error).__name__}: {error} {notes}")
+"""
+
+
+def test_error_in_a_loaders_worker_ends_all_ranks(tmp_path: Path) -> None:
+    """The worker's traceback comes with the error."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    output = run_script(script, first_sample(1), cwd=tmp_path).stdout
+    assert "rank 1 ended with OnPurposeError: Caught OnPurposeError in DataLoader worker process 0" in output
+    assert "rank 0 ended with CollectiveError: rank 0 of 2" in output
+    assert "the first failure among the ranks: rank 1: " in output
+    assert f"OnPurposeError: sample {first_sample(1)} (Caught OnPurposeError in DataLoader worker process 0.)" in output

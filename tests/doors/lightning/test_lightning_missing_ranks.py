@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from megastrategy._faults.recovery import PATIENCE
+from megastrategy.core.collectives import process_groups
 from megastrategy.core.errors import CollectiveError
-from tests.doors.features.manual import Manual, manual
+from tests.doors.features.manual import Manual
 
 from ..fabric_loops import make_fabric
-from ..failing_fits import BATCH
-from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, make_strategy, make_trainer
+from ..fits import AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from ..rank_processes import Ranks, assert_failed
 
 
 class LeavesOut(Manual):
-    """``training_step`` returns None before the backward in batch 3, on one rank alone."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
+    """``training_step`` returns None before the backward in batch 3, on rank 0 alone."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        if batch_idx == BATCH and self.trainer.global_rank == self.rank:
+        if batch_idx == 3 and self.trainer.global_rank == 0:
             return
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -39,18 +39,14 @@ class LeavesOut(Manual):
         optimizer.step()
 
 
-def fit_leaving_out(rank: int, sharded: bool) -> None:
-    options = {"use_distributed_optimizer": sharded, "timeout": timedelta(seconds=5)}
-    fit("megatron_ddp", module=LeavesOut(rank), strategy_options=options)
+def fit_leaving_out() -> None:
+    fit("megatron_ddp", module=LeavesOut(), strategy_options={"timeout": timedelta(seconds=5)})
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_batch_left_out_by_one_rank_ends_all_at_timeout(ranks: Ranks, rank: int, sharded: bool) -> None:
+def test_batch_left_out_by_a_rank_ends_all_at_timeout(ranks: Ranks) -> None:
     """It waits before the next batch, the other one for its gradients; so they do under "ddp"."""
     ranks.close()  # fits of one process share their groups, which have the timeout of the first
-    for outcome in ranks.outcomes(fit_leaving_out, rank, sharded):
+    for outcome in ranks.outcomes(fit_leaving_out):
         assert_failed(outcome, kind="CollectiveError", within_s=30)
 
 
@@ -148,7 +144,7 @@ def loop_after_a_fit() -> None:
     optimizer.step()
 
 
-def test_slow_rank_after_a_fit_is_no_rank_that_ended_early(ranks: Ranks) -> None:
+def test_slow_rank_after_a_fit_has_not_ended_early(ranks: Ranks) -> None:
     ranks.run(loop_after_a_fit)
 
 
@@ -171,7 +167,6 @@ class ForRankZeroOnly(AwkwardModule):
 REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or to the end of its fit"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -185,7 +180,7 @@ REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or t
         ),
     ],
 )
-def test_a_collective_for_one_rank_only_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
+def test_collective_for_one_rank_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
     """Under "ddp" it is taken for whichever comes next on the other rank: that ends the processes, or both wait."""
     for expected, message in zip(said, ranks.run(fit_for_rank_zero_only, what), strict=True):
         assert expected in message
@@ -199,26 +194,60 @@ def fit_for_rank_zero_only(what: str) -> str:
     return str(raised.value)
 
 
-class NothingToLearnOnRank1(Manual):
-    """One rank has a batch without anything to learn from.
-
-    To return early there leaves the other rank alone in its backward, and in Lightning 2.6 both wait, under "ddp" too:
-    one in the backward, one in what Lightning broadcasts before the next batch.
-    """
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        if batch_idx == BATCH and self.global_rank == 1:
-            loss = loss * 0.0
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+# --- ranks that die --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_rank_with_nothing_to_learn_takes_part_with_a_loss_of_zero(ranks: Ranks, sharded: bool) -> None:
-    ddp = ranks.run(manual, "ddp", {}, NothingToLearnOnRank1)
-    ours = ranks.run(manual, "megatron_ddp", {"use_distributed_optimizer": sharded}, NothingToLearnOnRank1)
-    for actual, expected in zip(ours, ddp, strict=True):
-        assert_same_fit(actual, expected)
+class DiesOnRank1(pl.Callback):
+    """Before batch 2, or after the first batch while the others save: on their way, or connecting a new group."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.moment == "batch" and trainer.global_rank == 1 and trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.moment == "batch":
+            return
+        if self.moment == "save" and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.moment == "connect" and trainer.global_rank == 1:
+            process_groups._gloo_over = die  # type: ignore[assignment]
+        trainer.save_checkpoint("never.ckpt")
+
+
+def die(*_: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("never reached")
+
+
+def fit_dying(moment: str, folder: Path) -> None:
+    strategy = make_strategy("megatron_ddp", state_dict_type="sharded" if moment == "connect" else "full")
+    callbacks = [DiesOnRank1(moment), ModelCheckpoint(folder, save_on_exception=True)]
+    make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True).fit(AwkwardModule(), loader())
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind", "said", "within_s"),
+    [
+        ("save", "NotOnAllRanksError", "rank(s) [1] have ended", 20),
+        # Lightning's launcher kills the other ranks when it sees that one has ended, within 5 s
+        ("batch", "CollectiveError", "", PATIENCE.total_seconds()),
+        # gloo waits for its address until the group's timeout, half an hour
+        (
+            "connect",
+            "CollectiveError",
+            "connecting a new group did not complete, since the process of rank 1 is gone",
+            20,
+        ),
+    ],
+)
+def test_dead_rank_is_not_waited_for(
+    ranks: Ranks, tmp_path: Path, moment: str, kind: str, said: str, within_s: float
+) -> None:
+    """In a step, in a save, and in the save on the exception that follows."""
+    survivor, _ = ranks.outcomes(fit_dying, moment, tmp_path)
+    assert_failed(survivor, said, kind=kind, within_s=within_s)
+    assert moment != "batch" or "the process of rank(s) [1] has ended" in survivor.traceback
+    assert not list(tmp_path.glob("*.ckpt"))

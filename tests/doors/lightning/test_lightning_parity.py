@@ -1,83 +1,34 @@
-"""A fit under ``megatron_ddp`` against the same fit under ``"ddp"``: weights, losses and everything logged."""
+"""Fits with other options, and what they send; with the default ones the matrix compares them with ``"ddp"``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms import Join
 
-from megastrategy import DistributedDataParallel
-
-from ..fits import (
-    AwkwardModule,
-    Fit,
-    adamw,
-    assert_same_fit,
-    assert_same_tensors,
-    fit,
-    loader,
-    make_strategy,
-    make_trainer,
-    weights_of,
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core.errors import DirectUseError
+from tests.doors.features.manual import (
+    Checkpointed,
+    LocalOverBatches,
+    LocalThenSynchronised,
+    Manual,
+    ToggledModel,
+    TwiceSynchronised,
+    ZeroesAfterEachStep,
+    manual,
 )
-from ..rank_processes import Ranks
 
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_fit_equals_ddp_bit_for_bit(ranks: Ranks, sharded: bool, accumulate: int) -> None:
-    """Two ranks leave no freedom in the order of summation, so nothing may differ, the short last window included."""
-    ours = ranks.run(
-        fit,
-        "megatron_ddp",
-        strategy_options={"use_distributed_optimizer": sharded},
-        accumulate_grad_batches=accumulate,
-    )
-    theirs = ranks.run(fit, "ddp", accumulate_grad_batches=accumulate)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert len(mine.losses) == 14
-        assert_same_fit(mine, other)
-    assert_same_tensors(ours[0].weights, ours[1].weights)
-    assert ours[0].losses != ours[1].losses, "the ranks see different samples"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap_grad_reduce": False},
-        {"static_graph": True},
-        {"bucket_size": None, "bucket_cap_mb": 0.001},
-        {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
-        {"broadcast_buffers": False},
-        {"grad_buffer": "pooled"},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_every_mode_equals_ddp(ranks: Ranks, options: dict[str, Any]) -> None:
-    """How gradients travel must not show in the result; broadcast_buffers=False means what it means under ddp."""
-    shared = {name: value for name, value in options.items() if name == "broadcast_buffers"}
-    if "static_graph" in options:
-        job: Callable[..., list[Fit]] = partial(ranks.run, fit_without_branch)
-    else:
-        job = partial(ranks.run, fit)
-    for mine, other in zip(
-        job("megatron_ddp", strategy_options=options), job("ddp", strategy_options=shared), strict=True
-    ):
-        assert_same_fit(mine, other)
-
-
-def fit_without_branch(name: str, **options: Any) -> Fit:
-    return fit(name, module=WithoutBranch(), **options)
+from ..fabric_loops import make_fabric
+from ..fits import AwkwardModule, Fit, assert_same_fit, fit
+from ..matrix import MODES
+from ..rank_processes import Ranks, assert_failed
 
 
 class WithoutBranch(AwkwardModule):
@@ -87,51 +38,33 @@ class WithoutBranch(AwkwardModule):
         return super().forward(features, tokens, use_side=True)
 
 
-# --- manual optimization ---------------------------------------------------------------------------------------------
+def fit_of(name: str, kind: type[pl.LightningModule], options: dict[str, Any], **trainer_options: Any) -> Fit:
+    return fit(name, module=kind(), strategy_options=options, **trainer_options)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_reentrant_checkpointing_in_manual_optimization_equals_ddp(ranks: Ranks, sharded: bool) -> None:
-    """The inner backwards end before the outer one, whose loss the wrapped forward never returned."""
-    ours = ranks.run(fit_checkpointed, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
-    theirs = ranks.run(fit_checkpointed, "ddp", strategy_options={"find_unused_parameters": False})
+@pytest.mark.parametrize(
+    ("kind", "options", "under_ddp"),
+    [
+        pytest.param(WithoutBranch, {"static_graph": True}, {}, id="static_graph"),
+        pytest.param(AwkwardModule, {"bucket_size": None, "bucket_cap_mb": 0.001}, {}, id="bucket_cap_mb"),
+        pytest.param(
+            AwkwardModule,
+            {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
+            {},
+            id="fallback",
+        ),
+        pytest.param(AwkwardModule, {"broadcast_buffers": False}, {"broadcast_buffers": False}, id="broadcast_buffers"),
+        pytest.param(AwkwardModule, {"grad_buffer": "pooled"}, {}, id="pooled"),
+    ],
+)
+def test_options_equal_ddp(ranks: Ranks, kind: Any, options: dict[str, Any], under_ddp: dict[str, Any]) -> None:
+    """How gradients travel must not show in the result; broadcast_buffers=False means what it means under ddp."""
+    ours, theirs = ranks.run(fit_of, "megatron_ddp", kind, options), ranks.run(fit_of, "ddp", kind, under_ddp)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_fit(mine, other)
 
 
-def fit_checkpointed(name: str, **options: Any) -> Fit:
-    return fit(name, module=Checkpointed(), **options)
-
-
-class Checkpointed(pl.LightningModule):
-    """Manual optimization of layers behind re-entrant checkpoints; the first gradient comes from inside one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.inputs = nn.Linear(5, 9)
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
-        self.head = nn.Linear(9, 11)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        features, _, targets = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        hidden = self.inputs(features)
-        for layer in (*self.layers, self.head):
-            hidden = checkpoint(lambda x, layer=layer: layer(torch.tanh(x)), hidden, use_reentrant=True)
-        loss = F.cross_entropy(hidden, targets)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.losses.append(loss.item())
-
-    def configure_optimizers(self) -> Optimizer:
-        return adamw(self.parameters())
-
-
-def test_pooled_gradients_of_a_window_that_is_validated_in(ranks: Ranks) -> None:
+def test_pooled_gradients_survive_a_validation(ranks: Ranks) -> None:
     """Each microbatch is reduced by itself, which rounds elsewhere; what was reduced before the validation stays."""
     options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     ours = ranks.run(fit, "megatron_ddp", strategy_options={"grad_buffer": "pooled"}, **options)
@@ -141,34 +74,35 @@ def test_pooled_gradients_of_a_window_that_is_validated_in(ranks: Ranks) -> None
     assert torch.equal(ours[0].weights["inputs.weight"], ours[1].weights["inputs.weight"])
 
 
-# --- collectives -----------------------------------------------------------------------------------------------------
+# --- what is sent ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(
-    ("module", "options", "num_windows"),
+    ("kind", "options", "num_windows", "mode"),
     [
-        (AwkwardModule, {}, 14),
-        (AwkwardModule, {"overlap_grad_reduce": False}, 14),
-        (AwkwardModule, {"accumulate_grad_batches": 3}, 6),
-        (Checkpointed, {}, 14),
+        (AwkwardModule, {"accumulate_grad_batches": 3}, 3, "reduce-scatter"),
+        (AwkwardModule, {"accumulate_grad_batches": 3}, 3, "all-reduce"),
+        (Checkpointed, {}, 7, "all-reduce"),
+        (LocalThenSynchronised, {}, 7, "reduce-scatter"),  # two backwards a batch, one of them local
+        (LocalOverBatches, {}, 3, "reduce-scatter"),  # windows of 3, 3 and 1
+        (ToggledModel, {}, 2 * 4, "reduce-scatter"),  # two optimizers, windows of 2, 2, 2 and 1
+        (TwiceSynchronised, {}, 2 * 7, "all-reduce"),
     ],
 )
-def test_every_bucket_is_reduced_once_a_step(
-    ranks: Ranks, module: type[pl.LightningModule], options: dict[str, Any], num_windows: int, sharded: bool
+def test_every_bucket_is_reduced_once_a_window(
+    ranks: Ranks, kind: type[pl.LightningModule], options: dict[str, Any], num_windows: int, mode: str
 ) -> None:
     """Nothing is sent while gradients accumulate, nor when the backward inside a checkpoint ends."""
-    for num_buckets, counts in ranks.run(count_reductions, module, sharded, **options):
+    for num_buckets, counts in ranks.run(count_reductions, kind, MODES[mode], **options):
         assert num_buckets > 2
-        assert counts == {"reduce_scatter": num_windows if sharded else 0, "all_reduce": 0 if sharded else num_windows}
+        assert counts == {"reduce_scatter": 0, "all_reduce": 0, mode.replace("-", "_"): num_windows}
 
 
 def count_reductions(
-    module: type[pl.LightningModule], sharded: bool, overlap_grad_reduce: bool = True, **options: Any
+    kind: type[pl.LightningModule], strategy_options: dict[str, Any], **options: Any
 ) -> tuple[int, dict[str, Fraction]]:
     counter = CountReductions()
-    strategy_options = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": overlap_grad_reduce}
-    fit("megatron_ddp", module=module(), strategy_options=strategy_options, callbacks=[counter], **options)
+    fit_of("megatron_ddp", kind, strategy_options, callbacks=[counter], max_epochs=1, **options)
     return counter.num_buckets, counter.counts
 
 
@@ -185,11 +119,8 @@ class CountReductions(pl.Callback):
         assert isinstance(wrapped, DistributedDataParallel)
         self.num_buckets = len(wrapped.layout.buckets)
         for name in self.counts:
-            setattr(
-                wrapped.engine.collectives,
-                name,
-                self._counted(name, getattr(wrapped.engine.collectives, name), wrapped),
-            )
+            send = getattr(wrapped.engine.collectives, name)
+            setattr(wrapped.engine.collectives, name, self._counted(name, send, wrapped))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name in self.counts:
@@ -203,36 +134,80 @@ class CountReductions(pl.Callback):
         return counted
 
 
-# --- validate, test, predict -----------------------------------------------------------------------------------------
+# --- steps that go round the strategy --------------------------------------------------------------------------------
 
 
-def test_validate_test_and_predict_around_a_fit_equal_ddp(ranks: Ranks) -> None:
-    """Every stage with one Trainer, validation before the fit included, and two fits of one module after each other."""
-    ours, theirs = (ranks.run(every_stage, name) for name in ("megatron_ddp", "ddp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine["metrics"] == other["metrics"]
-        assert len(mine["predictions"]) == 7
-        for found, expected in zip(mine["predictions"], other["predictions"], strict=True):
-            assert torch.equal(found, expected)
-        for found, expected in zip(mine["weights"], other["weights"], strict=True):
-            assert_same_tensors(found, expected)
-        first, second = (weights["out.weight"] for weights in mine["weights"])
-        assert not torch.equal(first, second), "the second fit trained nothing"
+class BacksItself(ZeroesAfterEachStep):
+    """``loss.backward()``, where Lightning asks for ``self.manual_backward(loss)``."""
+
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
 
 
-def every_stage(name: str) -> dict[str, Any]:
-    module = AwkwardModule()
-    trainer = make_trainer(make_strategy(name), max_epochs=1)
-    metrics: list[Any] = []
-    metrics += trainer.validate(module, loader(), verbose=False)
-    trainer.fit(module, loader(), loader())
-    weights = [weights_of(module)]
-    metrics += trainer.validate(module, loader(), verbose=False)
-    metrics += trainer.test(module, loader(), verbose=False)
-    again = make_trainer(make_strategy(name), max_epochs=1)
-    again.fit(module, loader(), loader())
-    weights.append(weights_of(module))
-    predictions = again.predict(module, loader())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader())  # the first Trainer again: its strategy is set up a second time
-    return {"metrics": metrics, "weights": weights, "predictions": predictions}
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_of_the_loss_itself_is_synchronised(ranks: Ranks, mode: str) -> None:
+    """Which it is not under "ddp"."""
+    expected, _ = ranks.run(manual, "ddp", {}, ZeroesAfterEachStep)
+    for mine in ranks.run(manual, "megatron_ddp", MODES[mode], BacksItself):
+        assert_same_params(mine, expected)
+    zero, one = ranks.run(manual, "ddp", {}, BacksItself)
+    with pytest.raises(AssertionError):
+        assert_same_params(zero, one)
+
+
+def assert_same_params(actual: Fit, expected: Fit) -> None:
+    """BatchNorm's statistics are each rank's own."""
+    for name, _ in AwkwardModule().named_parameters():
+        torch.testing.assert_close(actual.weights[name], expected.weights[name], rtol=0, atol=0)
+
+
+class StepsTheInnerOptimizer(Manual):
+    """Keeps what it made in ``configure_optimizers``, and steps that: under "ddp" it is what ``optimizers()`` wraps."""
+
+    def configure_optimizers(self) -> Any:
+        self.inner = super().configure_optimizers()
+        return self.inner
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.inner.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.inner.step()
+
+
+def test_inner_optimizer_in_a_module_is_refused(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(fit_of, "megatron_ddp", StepsTheInnerOptimizer, {}):
+        assert_failed(outcome, "self.optimizers() in a LightningModule", kind="DirectUseError")
+
+
+def step_the_inner_optimizer() -> None:
+    fabric = make_fabric("megatron_ddp")
+    net = nn.Linear(3, 2)
+    inner = torch.optim.AdamW(net.parameters())
+    model, _ = fabric.setup(net, inner)
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(DirectUseError, match=r"what fabric\.setup\(\) .*returned"):
+        inner.step()
+
+
+def test_inner_optimizer_in_a_loop_is_refused(ranks: Ranks) -> None:
+    ranks.run(step_the_inner_optimizer)
+
+
+def join_in_a_plain_loop() -> None:
+    make_fabric("ddp")  # for a process group
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    for join in (model.join, lambda: Join([model, optimizer]), lambda: Join([optimizer])):
+        with pytest.raises(NotImplementedError, match=r"(?s)belongs to torch DDP.*DistributedSampler.*drop_last=True"):
+            join()
+    model.close()
+
+
+def test_join_of_torch_ddp_is_refused(ranks: Ranks) -> None:
+    ranks.run(join_in_a_plain_loop)
+
+
+def test_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
+    """Under ddp that is an error in the next forward, without a name; here it comes at once, on both ranks."""
+    for outcome in ranks.outcomes(fit, "megatron_ddp", strategy_options={"find_unused_parameters": False}):
+        assert_failed(outcome, "'side.weight'", kind="UnusedParameterError")

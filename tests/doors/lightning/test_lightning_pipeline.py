@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,7 +99,7 @@ def fit_on_mesh(folder: str, epochs: int, resume: str | None, order: list[int] |
 
 
 @pytest.mark.parametrize("order", [None, pytest.param([1, 0], marks=pytest.mark.long)])
-def test_stages_train_save_and_resume_as_one_process_does(
+def test_stages_train_save_and_resume_as_one_process(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path, order: list[int] | None
 ) -> None:
     folder = str(tmp_path)
@@ -130,9 +130,7 @@ def fit_on_tensor_ranks(folder: str, epochs: int, resume: str | None, kind: Any)
 
 
 @pytest.mark.long
-def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
-    one_rank: Ranks, mesh: Ranks, tmp_path: Path
-) -> None:
+def test_stages_of_cut_layers_resume(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     folder, names = str(tmp_path), ("state_dict", "optimizer_states")
     [alone] = one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 2, None)
     expected = {epochs: read(tmp_path / f"1 devices, epoch={epochs - 1}.ckpt") for epochs in (1, 2)}
@@ -180,9 +178,57 @@ def refused(**options: Any) -> str:
         ),
     ],
 )
-def test_what_a_pipeline_leaves_no_room_for_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_a_pipeline_has_no_room_for_is_refused(options: dict[str, Any], said: str) -> None:
     ranks = Ranks(2)
     try:
         assert all(said in text for text in ranks.run(refused, **options))
     finally:
         ranks.close()
+
+
+# --- logged sums -----------------------------------------------------------------------------------------------------
+
+
+class Counting(pl.LightningModule):
+    """Comes in front of a module, and logs how many samples its steps have had."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.count("samples", batch)
+        self.log("largest", float(batch[0].max()), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        # Decisions are those of all ranks, also of one that is not the first of its model.
+        strategy, is_last = self.trainer.strategy, self.global_rank == self.trainer.world_size - 1
+        assert strategy.reduce_boolean_decision(is_last, all=False)
+        assert strategy.reduce_boolean_decision(True)
+        assert self.trainer.world_size == 1 or not strategy.reduce_boolean_decision(is_last)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.count("val_samples", batch)
+
+    def count(self, name: str, batch: list[Tensor]) -> None:
+        self.log(name, float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+
+
+class CountingStages(Counting, LitModel):
+    pass
+
+
+def fit_counting(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
+    stopper = EarlyStopping("val_samples", patience=1)
+    trainer = make_trainer(strategy, devices=devices, max_epochs=3, callbacks=[stopper])
+    trainer.fit(CountingStages(), loader(batch_size), loader(batch_size, samples=8))
+    metrics = {name: float(trainer.callback_metrics[name]) for name in ("samples", "val_samples", "largest")}
+    [validated] = trainer.validate(CountingStages(), loader(batch_size, samples=8), verbose=False)
+    return {"metrics": metrics, "validated": validated, "epochs": trainer.current_epoch}
+
+
+def count_on_mesh() -> dict[str, Any]:
+    return fit_counting(MegatronDDPStrategy(pipeline_parallel_size=2, tensor_parallel_size=2), 4, 4)
+
+
+def test_logged_sum_counts_each_sample_once(one_rank: Ranks, mesh: Ranks) -> None:
+    """``self.log(..., sync_dist=True, reduce_fx="sum")`` where ranks share a model."""
+    [alone] = one_rank.run(fit_counting, "ddp", 1, 4)
+    assert (alone["metrics"]["samples"], alone["metrics"]["val_samples"], alone["epochs"]) == (16, 8, 2)
+    assert mesh.run(count_on_mesh) == [alone] * 4

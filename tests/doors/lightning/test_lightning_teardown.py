@@ -1,4 +1,4 @@
-"""After a fit the module is a plain one again, and nothing of the engine stays behind in the process."""
+"""After a fit the module and the plugin are the user's again; 16-bit weights equal a loop written by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import itertools
-import os
 import pickle
 import threading
 from pathlib import Path
@@ -15,24 +14,39 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..fits import AwkwardModule, assert_same_tensors, loader, make_strategy, make_trainer
-from ..rank_processes import Failure, Ranks
+from tests.doors.features.precision import half_precision
 
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_distributed_optimizer": False},
-        {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
-    ],
-    ids=["reduce_scatter", "all_reduce", "fallback"],
+from ..fits import (
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    Fit,
+    assert_same_tensors,
+    batches,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
+    weights_of,
 )
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+from ..rank_processes import Ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        pytest.param({}, "bf16-true", id="reduce-scatter"),
+        pytest.param({"use_distributed_optimizer": False}, "32-true", id="all-reduce"),
+        pytest.param(
+            {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
+            "32-true",
+            id="fallback",
+        ),
+    ],
+)
 def test_a_fit_leaves_a_plain_module(ranks: Ranks, tmp_path: Path, options: dict[str, Any], precision: str) -> None:
     """Users copy, pickle, save and deploy the module that they trained; nothing may still point into a buffer."""
     ranks.run(check_plain_after_fit, str(tmp_path), options, precision)
@@ -132,28 +146,131 @@ def check_plain_after_error() -> None:
         assert not param._post_accumulate_grad_hooks
 
 
-def half_precision() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-
 def assert_plain_plugin(plugin: MixedPrecision, scaler: Any) -> None:
     assert set(vars(plugin)) == set(vars(half_precision()))
     assert plugin.scaler is scaler
     assert type(scaler) is torch.amp.GradScaler
 
 
-# --- nothing global --------------------------------------------------------------------------------------------------
+# --- precisions ------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_job_is_reported_with_its_traceback(ranks: Ranks) -> None:
-    """The harness itself: a rank's assertion reaches the test, or every test above proves nothing."""
-    outcomes = ranks.outcomes(fail_on_rank_1)
-    assert outcomes[0] == 0
-    assert isinstance(outcomes[1], Failure)
-    assert "rank 1 fails" in outcomes[1].traceback
+class SmallNet(pl.LightningModule):
+    """Without BatchNorm, so that a loop of a few lines is all that a fit computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 11))
+        self.losses: list[float] = []
+
+    def loss(self, features: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(features), targets)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0], batch[2])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fail_on_rank_1() -> int:
-    rank = int(os.environ["LOCAL_RANK"])
-    assert rank == 0, "rank 1 fails"
-    return rank
+def fit_small_net(precision: Any, accumulate: int, **strategy_options: Any) -> Fit:
+    return fit(
+        "megatron_ddp",
+        module=SmallNet(),
+        precision=precision,
+        strategy_options=strategy_options,
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=0,
+    )
+
+
+def by_hand(dtype: torch.dtype, accumulate: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The same training in one process: the two ranks' gradients, added up and averaged in fp32, step fp32 copies."""
+    module = SmallNet().to(dtype)
+    main = [nn.Parameter(param.detach().float()) for param in module.parameters()]
+    optimizer = torch.optim.AdamW(main, lr=1e-3)
+    losses: list[list[float]] = [[], []]
+    for epoch in range(2):
+        sums = [[torch.zeros_like(param) for param in main] for _ in range(2)]
+        for index, pair in enumerate(batches(epoch)):
+            for rank, (features, _, targets) in enumerate(pair):
+                loss = module.loss(features.to(dtype), targets)
+                losses[rank].append(loss.item())
+                grads = torch.autograd.grad(loss / accumulate, list(module.parameters()))
+                for total, grad in zip(sums[rank], grads, strict=True):
+                    total += grad.float()
+            if (index + 1) % accumulate == 0 or index + 1 == BATCHES_PER_EPOCH:
+                for param, first, second in zip(main, *sums, strict=True):
+                    param.grad = (first + second) / 2
+                optimizer.step()
+                for weight, param in zip(module.parameters(), main, strict=True):
+                    weight.data.copy_(param)
+                sums = [[torch.zeros_like(param) for param in main] for _ in range(2)]
+    return weights_of(module), losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "accumulate", "sharded"),
+    [
+        ("bf16-true", torch.bfloat16, 1, True),
+        ("bf16-true", torch.bfloat16, 3, False),
+        ("16-true", torch.float16, 3, True),
+    ],
+)
+def test_16_bit_weights_equal_a_loop_by_hand(
+    ranks: Ranks, precision: str, dtype: torch.dtype, accumulate: int, sharded: bool
+) -> None:
+    """To the bit, microbatches accumulated in fp32 included; "ddp" does neither."""
+    weights, losses = by_hand(dtype, accumulate)
+    results = ranks.run(fit_small_net, precision, accumulate, use_distributed_optimizer=sharded)
+    for rank, result in enumerate(results):
+        assert result.losses == losses[rank]
+        assert_same_tensors(result.weights, weights)
+
+
+# --- plugins ---------------------------------------------------------------------------------------------------------
+
+
+class Own:
+    class Half(HalfPrecision):
+        """A plugin of a user's, derived from one of Lightning's, whose qualified name is not its name."""
+
+
+@pytest.mark.parametrize("kind", [Precision, Own.Half], ids=lambda kind: kind.__qualname__)
+def test_plugin_keeps_its_name_and_its_class(ranks: Ranks, kind: type[Precision]) -> None:
+    """Checkpoints store its state under the name, isinstance is what users ask, and another Trainer may have it."""
+    ranks.run(check_plugin, kind)
+
+
+def check_plugin(kind: type[Precision]) -> None:
+    plugin = kind()
+    during: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            here = trainer.precision_plugin
+            during.append((here is plugin, isinstance(here, kind), type(here).__qualname__, type(here).__module__))
+
+    for _ in range(2):
+        trainer = make_trainer(make_strategy("megatron_ddp"), plugins=[plugin], callbacks=[Look()], max_epochs=1)
+        trainer.fit(AwkwardModule(), loader())
+        assert during.pop() == (True, True, kind.__qualname__, kind.__module__)
+        assert type(plugin) is kind
+        assert vars(plugin) == vars(kind())
+
+
+def test_users_loss_scaler_is_lent_and_given_back(ranks: Ranks) -> None:
+    ranks.run(check_scaler)
+
+
+def check_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer = make_trainer(make_strategy("megatron_ddp"), plugins=[plugin], max_epochs=1)
+    trainer.fit(AwkwardModule(), loader())
+    assert plugin.scaler is scaler
+    assert type(scaler) is torch.amp.GradScaler
+    assert scaler.get_scale() == 128.0, "seven steps of the fit count for the user's scaler"

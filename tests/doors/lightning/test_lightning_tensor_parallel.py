@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -25,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from megastrategy import MegatronDDPStrategy
 from megastrategy.core import OpenDirectory
 from megastrategy.tools.conversion import consolidate
-from tests.support.sharded_training import assert_same
+from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
 from ..fits import make_trainer
@@ -110,7 +108,7 @@ def assert_close(actual: Any, expected: Any, where: str = "") -> None:
         assert actual == expected, where
 
 
-def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
+def test_mesh_trains_saves_and_resumes_as_one_process(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
     [alone] = one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     together = mesh.run(fit_on_mesh, folder, 1, None)
@@ -143,9 +141,7 @@ def directory(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts / "4 devices, 1 epochs.ckpt"
 
 
-def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
-    one_rank: Ranks, mesh: Ranks, directory: Path, tmp_path: Path
-) -> None:
+def test_directory_is_that_of_one_process(one_rank: Ranks, mesh: Ranks, directory: Path, tmp_path: Path) -> None:
     folder, parts = str(tmp_path), str(tmp_path / "parts")
     one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     assert num_chunks(directory, "model.model.embed.weight") == 2, "each tensor rank writes its part"
@@ -170,31 +166,6 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
     resumed = read(tmp_path / "4 devices, 2 epochs.ckpt")["state_dict"]
     assert_close(resumed, expected["state_dict"], "from one process")
-
-
-class SavesEachStep(pl.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
-
-
-def fit_saving_each_step(folder: Path) -> None:
-    for name, plugins in (("at once", []), ("in the background", [AsyncCheckpointIO()])):
-        strategy = MegatronDDPStrategy(tensor_parallel_size=2, state_dict_type="sharded")
-        options = {"plugins": plugins, "callbacks": [SavesEachStep(folder / name)]}
-        fit(strategy, 4, BATCH_SIZE, str(folder / name), 1, None, **options)
-
-
-@pytest.mark.long
-def test_what_is_saved_in_the_background_is_what_is_saved_at_once(mesh: Ranks, tmp_path: Path) -> None:
-    mesh.run(fit_saving_each_step, tmp_path)
-    names = [path.name for path in (tmp_path / "at once").iterdir() if path.name.isdigit()]
-    assert len(names) > 2
-    for name, key in itertools.product(names, ("model", "optimizer_0")):
-        one, other = (OpenDirectory(tmp_path / way / name).read(key) for way in ("at once", "in the background"))
-        assert_same(other, one, name)
 
 
 def num_chunks(directory: Path, name: str) -> int:
@@ -235,7 +206,7 @@ def fit_by_either(path: str, is_ours: bool, epochs: int, resume: str | None) -> 
 
 
 @pytest.mark.long
-def test_a_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Path) -> None:
+def test_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Path) -> None:
     """From its directory, FSDP2's, with the ``fully_shard`` line removed."""
     first, theirs, ours = (str(tmp_path / name) for name in ("first", "theirs", "ours"))
     mesh.run(fit_by_either, first, False, 1, None)
@@ -247,30 +218,6 @@ def test_a_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Pa
     assert_close(OpenDirectory(Path(ours)).read("optimizer_0"), OpenDirectory(Path(theirs)).read("optimizer_0"))
     consolidate(Path(theirs), tmp_path / "one file")
     assert_close(dict(read(tmp_path / "one file")["state_dict"]), OpenDirectory(Path(theirs)).read("state_dict"))
-
-
-class OtherWidth(LitModel):
-    """A model that the directory is not of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = LanguageModel(64, tied=False, width=8)
-
-
-def resume_another_model(path: str) -> str:
-    strategy = MegatronDDPStrategy(tensor_parallel_size=2)
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=2, logger=False)
-    with pytest.raises(RuntimeError) as caught:
-        trainer.fit(OtherWidth(), loader(BATCH_SIZE), ckpt_path=path)
-    return str(caught.value)
-
-
-def test_a_directory_of_another_model_is_refused_by_name(mesh: Ranks, directory: Path) -> None:
-    for text in mesh.run(resume_another_model, str(directory)):
-        shapes = (
-            "a param with shape torch.Size([64, 16]) from checkpoint, the shape in current model is torch.Size([64, 8])"
-        )
-        assert f"size mismatch for model.embed.weight: copying {shapes}" in text
 
 
 # --- losses that are cut ---------------------------------------------------------------------------------------------
@@ -318,7 +265,7 @@ def fit_losses(strategy: Any, devices: int, batch_size: int) -> list[float]:
     return module.losses
 
 
-def test_a_loss_that_is_cut_over_the_vocabulary(one_rank: Ranks, mesh: Ranks) -> None:
+def test_loss_that_is_cut_over_the_vocabulary(one_rank: Ranks, mesh: Ranks) -> None:
     [alone] = one_rank.run(fit_losses, "ddp", 1, 2 * BATCH_SIZE)
     by_rank = mesh.run(fit_losses, None, 4, BATCH_SIZE)
     means = [sum(pair) / 2 for pair in zip(by_rank[0], by_rank[2], strict=True)]
@@ -364,7 +311,7 @@ def raised_in_step() -> str:
     return str(caught.value)
 
 
-def test_an_error_of_a_step_is_the_users(mesh: Ranks) -> None:
+def test_error_of_a_step_is_the_users(mesh: Ranks) -> None:
     """While its graph refers to the parameters, which torch would not move to the host then."""
     assert all(text.startswith("in the second step, with ") for text in mesh.run(raised_in_step))
 
@@ -378,7 +325,7 @@ def raised_on_meta() -> str:
     return str(caught.value)
 
 
-def test_what_configure_model_raises_is_told_of_a_module_on_meta(mesh: Ranks) -> None:
+def test_error_of_configure_model_on_meta_is_told(mesh: Ranks) -> None:
     assert mesh.run(raised_on_meta) == ["no plan for this model"] * 4
 
 
@@ -394,7 +341,7 @@ def fit_from_meta() -> dict[str, Any]:
     return {"meta": was_on_meta, "told": told, **found}
 
 
-def test_a_module_made_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
+def test_module_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
     outcomes = mesh.run(fit_from_meta)
     [told] = outcomes[0]["told"]
     assert told.startswith("model (LanguageModel) have no"), "its temperature; the layers have one"
@@ -409,19 +356,31 @@ def test_a_module_made_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
         assert 1e-3 < moved.max() < 1e-2, "one step of AdamW from what on_train_start chose"
 
 
-def refused(folder: str) -> list[str]:
-    texts = []
-    with pytest.raises(ValueError, match="tensor_parallel_size") as caught:
-        MegatronDDPStrategy(tensor_parallel_size=0)
-    texts.append(str(caught.value))
-    with pytest.raises(ValueError, match="does not divide the 4 ranks") as caught:
-        fit(MegatronDDPStrategy(tensor_parallel_size=3), 4, BATCH_SIZE, folder, 1, None)
-    return [*texts, str(caught.value)]
+class OtherWidth(LitModel):
+    """A model that the directory is not of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LanguageModel(64, tied=False, width=8)
 
 
-def test_sizes_that_cannot_be_are_refused(mesh: Ranks, tmp_path: Path) -> None:
-    for texts in mesh.run(refused, str(tmp_path)):
-        assert [text.split(":")[0] for text in texts] == [
-            "tensor_parallel_size=0",
-            "tensor_parallel_size=3 does not divide the 4 ranks",
-        ]
+def refusals(directory: str) -> list[str]:
+    def fit_with(module: LitModel, size: int, path: str | None = None) -> None:
+        strategy = MegatronDDPStrategy(tensor_parallel_size=size)
+        make_trainer(strategy, max_epochs=2).fit(module, loader(BATCH_SIZE), ckpt_path=path)
+
+    return [
+        message(ValueError, lambda: MegatronDDPStrategy(tensor_parallel_size=0)),
+        message(ValueError, lambda: fit_with(LitModel(), 3)),
+        message(RuntimeError, lambda: fit_with(OtherWidth(), 2, directory)),
+    ]
+
+
+def test_sizes_and_other_models_are_refused(mesh: Ranks, directory: Path) -> None:
+    shapes = (
+        "a param with shape torch.Size([64, 16]) from checkpoint, the shape in current model is torch.Size([64, 8])"
+    )
+    for zero, three, other in mesh.run(refusals, str(directory)):
+        assert zero.startswith("tensor_parallel_size=0: ")
+        assert three.startswith("tensor_parallel_size=3 does not divide the 4 ranks: ")
+        assert f"size mismatch for model.embed.weight: copying {shapes}" in other

@@ -16,26 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastrategy_autoload import DOORS
+from tests.support.comparison import assert_equal
 
 from ..fits import assert_same_tensors, loader
 from ..rank_processes import Ranks
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
-OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A fit: in which package, under which strategy.
-
-    Args:
-        package: of the Trainer, the module and the strategy.
-        strategy: a name, or options for the package's ``MegatronDDPStrategy``.
-        epochs: ``max_epochs``.
-        resume: a checkpoint to go on from.
-        save: where to write one at the end.
-        options: for the Trainer.
-    """
+    """A fit: in which package, under which strategy (a name, or options of ``MegatronDDPStrategy``), from and to which
+    checkpoint."""
 
     package: str
     strategy: str | dict[str, Any]
@@ -128,12 +120,6 @@ def class_path(instance: object) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
 
 
-def assert_same_result(actual: Result, expected: Result) -> None:
-    assert actual.losses == expected.losses
-    assert actual.metrics == expected.metrics
-    assert_same_tensors(actual.weights, expected.weights)
-
-
 @pytest.fixture(scope="module")
 def under_ddp(ranks: Ranks) -> list[Result]:
     """pytorch_lightning's own "ddp", by rank."""
@@ -143,47 +129,31 @@ def under_ddp(ranks: Ranks) -> list[Result]:
     return results
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "strategy",
-    ["megatron_ddp", {"bucket_size": 50}, {"bucket_size": 50, "use_distributed_optimizer": False}],
-    ids=["name", "reduce-scatter", "all-reduce"],
-)
-def test_a_fit_equals_ddp_to_the_bit(ranks: Ranks, under_ddp: list[Result], strategy: str | dict[str, Any]) -> None:
-    """Weights, statistics, losses and metrics, after two epochs with validation and a scheduler."""
-    for [ours], theirs in zip(ranks.run(fit_each, Run("pytorch_lightning", strategy)), under_ddp, strict=True):
-        assert ours.strategy == "megastrategy.pytorch_lightning.MegatronDDPStrategy"
-        assert_same_result(ours, theirs)
-
-
 def test_both_packages_in_one_process(ranks: Ranks, under_ddp: list[Result]) -> None:
     """One after the other and back, and neither changes what the other's "ddp" does."""
     order = [Run(package, strategy) for strategy in ("megatron_ddp", "ddp") for package in (*PACKAGES, PACKAGES[0])]
     for results, alone in zip(ranks.run(fit_each, *order), under_ddp, strict=True):
         for result in results:
-            assert_same_result(result, alone)
+            assert_equal(dataclasses.replace(result, strategy=""), dataclasses.replace(alone, strategy=""))
         assert [result.strategy for result in results[:3]] == [
             f"{DOORS[run.package]}.MegatronDDPStrategy" for run in order[:3]
         ]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("written_in", PACKAGES)
-def test_a_checkpoint_of_one_package_resumes_in_the_other(
-    ranks: Ranks, under_ddp: list[Result], tmp_path: Path, written_in: str
+@pytest.mark.parametrize(("first", "second"), [PACKAGES, PACKAGES[::-1]])
+def test_checkpoint_resumes_in_the_other_package(
+    ranks: Ranks, under_ddp: list[Result], tmp_path: Path, first: str, second: str
 ) -> None:
     """An epoch in one and one in the other are the two epochs of "ddp" in one."""
     path = str(tmp_path / "epoch.ckpt")
-    first = Run(written_in, {"bucket_size": 50}, epochs=1, save=path)
-    second = Run(OTHER[written_in], {"bucket_size": 70}, resume=path)
-    for [before, after], whole in zip(ranks.run(fit_each, first, second), under_ddp, strict=True):
-        assert before.losses == whole.losses[:7]
-        assert after.losses == whole.losses[7:]
+    runs = Run(first, {"bucket_size": 50}, epochs=1, save=path), Run(second, {"bucket_size": 70}, resume=path)
+    for [before, after], whole in zip(ranks.run(fit_each, *runs), under_ddp, strict=True):
+        assert before.losses + after.losses == whole.losses
         assert_same_tensors(after.weights, whole.weights)
         assert after.metrics == whole.metrics
 
 
-def test_main_params_of_16_bit_weights_pass_from_one_package_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_main_params_pass_to_the_other_package(ranks: Ranks, tmp_path: Path) -> None:
     """A run in bf16 that changes the package half-way is to the bit the run that does not."""
     path = str(tmp_path / "epoch.ckpt")
     options = {"precision": "bf16-true"}

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from lightning.pytorch.strategies import strategy as lightnings
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megastrategy import MegatronDDPStrategy
+from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
-from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
+from megastrategy.tools.checkpoint_parts import read_file
+from tests.support.comparison import assert_equal, message
+from tests.support.given import Ours, adam, assert_same_file, trained
 from tests.support.patience import HANG_S
+from tests.support.ranks import run_ranks
 
-from ..fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from ..fits import (
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    Fit,
+    assert_same_tensors,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
+    weights_of,
+)
 from ..rank_processes import Ranks
 from .test_lightning_checkpoints import assert_same_value, fit_and_save, resume, small_steps
 
 SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
 NAME = f"step={BATCHES_PER_EPOCH}.ckpt"
-
-
-def folder_of(path: Path) -> set[str]:
-    return {child.name for child in path.iterdir()}
 
 
 def consolidate(directory: Path, file: Path) -> Path:
@@ -43,12 +52,12 @@ def consolidate(directory: Path, file: Path) -> Path:
 
 @pytest.mark.fresh
 @pytest.mark.long
-def test_a_run_resumes_from_a_directory_and_from_what_lightning_makes_of_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_run_resumes_from_a_directory_and_its_file(ranks: Ranks, tmp_path: Path) -> None:
     """Losses and weights to the bit, under this strategy, all-reduce, and "ddp"."""
     whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), every=BATCHES_PER_EPOCH, **SHARDED)
     directory = tmp_path / NAME
-    assert folder_of(directory) == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
-    assert folder_of(tmp_path) == {NAME, f"step={2 * BATCHES_PER_EPOCH}.ckpt"}
+    assert set(os.listdir(directory)) == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    assert set(os.listdir(tmp_path)) == {NAME, f"step={2 * BATCHES_PER_EPOCH}.ckpt"}
     file = consolidate(directory, tmp_path / "whole.ckpt")
     resumed = {
         "sharded": ranks.run(resume, "megatron_ddp", str(directory), **SHARDED),
@@ -65,7 +74,7 @@ def test_a_run_resumes_from_a_directory_and_from_what_lightning_makes_of_it(rank
             assert_same_tensors(mine.weights, expected.weights)
 
 
-def test_a_sharded_run_resumes_from_one_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_sharded_run_resumes_from_one_file(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks.run(fit_and_save, "ddp", str(tmp_path), every=BATCHES_PER_EPOCH)
     resumed = ranks.run(resume, "megatron_ddp", str(tmp_path / NAME), **SHARDED)
     for mine, expected in zip(resumed, whole, strict=True):
@@ -80,15 +89,12 @@ def test_main_params_of_bf16_weights_come_along(ranks: Ranks, tmp_path: Path) ->
         assert_same_tensors(mine.weights, expected.weights)
 
 
-# --- in the background -----------------------------------------------------------------------------------------------
-
-
-def test_an_asynchronous_directory_is_equal_to_the_synchronous_one(ranks: Ranks, tmp_path: Path) -> None:
+def test_asynchronous_directory_is_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """With the plugin that makes whole files asynchronous; training goes on meanwhile."""
     ranks.run(fit_and_save, "megatron_ddp", str(tmp_path / "sync"), every=3, **SHARDED)
     ranks.run(fit_and_save_in_background, str(tmp_path / "async"))
-    names = folder_of(tmp_path / "sync")
-    assert names == {f"step={step}.ckpt" for step in (3, 6, 9, 12)} == folder_of(tmp_path / "async")
+    names = set(os.listdir(tmp_path / "sync"))
+    assert names == {f"step={step}.ckpt" for step in (3, 6, 9, 12)} == set(os.listdir(tmp_path / "async"))
     for name in names:
         for key in ("model", "optimizer_0"):
             saved = [OpenDirectory(tmp_path / kind / name).read(key) for kind in ("async", "sync")]
@@ -103,10 +109,10 @@ def fit_and_save_in_background(folder: str) -> Fit:
     return fit_and_save("megatron_ddp", folder, every=3, plugins=[AsyncCheckpointIO()], **SHARDED)
 
 
-def test_a_background_save_that_fails_ends_the_fit_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_failed_background_save_ends_the_fit_on_all(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a directory is needed")
-    for message in ranks.run(fit_into_a_file, tmp_path / "file" / "last.ckpt"):
-        assert "was not written: rank 0: NotADirectoryError" in message
+    for text in ranks.run(fit_into_a_file, tmp_path / "file" / "last.ckpt"):
+        assert "was not written: rank 0: NotADirectoryError" in text
 
 
 class SavesTo(pl.Callback):
@@ -121,42 +127,8 @@ class SavesTo(pl.Callback):
 
 
 def fit_into_a_file(path: Path) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        fit("megatron_ddp", callbacks=[SavesTo(path)], plugins=[AsyncCheckpointIO()], **SHARDED)
-    return str(raised.value)
-
-
-# --- replaced, refused -----------------------------------------------------------------------------------------------
-
-
-class OtherIO(TorchCheckpointIO):
-    """A user's own."""
-
-
-def test_a_users_checkpoint_io_is_not_passed_over_in_silence(ranks: Ranks, tmp_path: Path) -> None:
-    for message in ranks.run(fit_with_other_io, str(tmp_path)):
-        assert message == (
-            "state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin OtherIO: "
-            "leave it out, or choose state_dict_type='full'"
-        )
-
-
-def fit_with_other_io(folder: str) -> str:
-    with pytest.raises(ValueError, match="sharded") as raised:
-        fit_and_save("megatron_ddp", folder, plugins=[OtherIO()], **SHARDED)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("strategy", [MegatronDDPStrategy, FabricStrategy])
-def test_an_unknown_kind_is_refused(strategy: Any) -> None:
-    with pytest.raises(ValueError, match=r"state_dict_type='local': expected 'full' .* or 'sharded'"):
-        strategy(state_dict_type="local")
-
-
-def test_a_directory_that_is_no_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()
-    for message in ranks.run(resume_from_empty, str(tmp_path / "last.ckpt")):
-        assert message.startswith(f"{tmp_path}/last.ckpt is no complete sharded checkpoint")
+    options = {"callbacks": [SavesTo(path)], "plugins": [AsyncCheckpointIO()], **SHARDED}
+    return message(CheckpointError, lambda: fit("megatron_ddp", **options))
 
 
 def resume_from_empty(path: str) -> str:
@@ -165,169 +137,145 @@ def resume_from_empty(path: str) -> str:
     return str(raised.value)
 
 
-# --- Fabric ----------------------------------------------------------------------------------------------------------
+def save_after_a_fit(path: Path, plugins: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The weights that are saved on this rank; a save in the background is complete when it returns here."""
+    trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type="sharded"), max_epochs=1, plugins=[*plugins])
+    module = AwkwardModule()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    assert is_directory_checkpoint(path)
+    return weights_of(module)
 
 
-def fabric_run(folder: Path, kind: str) -> None:
-    """Three steps, a save, three steps; then the last three again, from the directory."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(bucket_size=100, state_dict_type=kind))
-    fabric.launch()
-    path = folder / "checkpoint"
-
-    def set_up(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        net = torch.nn.Sequential(torch.nn.Linear(5, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3))
-        return fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-
-    def train(model: Any, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            data = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + fabric.global_rank))
-            fabric.backward(model(data).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = set_up(0)
-    train(model, optimizer, range(3))
-    state = {"model": model, "optimizer": optimizer, "step": 3}
-    fabric.save(path, state, filter={"model": lambda name, value: name != "2.bias"})
-    assert path.is_dir() == (kind == "sharded")
-    train(model, optimizer, range(3, 6))
-
-    again, other = set_up(1)
-    loaded: dict[str, Any] = {"model": again, "optimizer": other, "step": 0}
-    with torch.no_grad():
-        bias = again.module[2].bias if hasattr(again, "module") else again[2].bias
-        bias.zero_()
-    with pytest.raises((RuntimeError, KeyError), match=r"2\.bias"):
-        fabric.load(path, loaded)
-    remainder = fabric.load(path, loaded, strict=False)
-    assert (loaded["step"], remainder) == (3, {})
-    assert not bias.any(), "left out by the filter"
-    fabric.save(folder / "whole", state)
-    fabric.load(folder / "whole", {"model": again})
-    for mine, expected in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
-    everything = fabric.load(folder / "whole")
-    assert set(everything) == {"model", "optimizer", "step"}
-    assert set(everything["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_fabric_saves_and_loads_alike(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    ranks.run(fabric_run, tmp_path, kind)
-
-
-# --- whose, where and when -------------------------------------------------------------------------------------------
-
-
-def test_buffers_are_those_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+def test_buffers_in_a_directory_are_those_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     """BatchNorm's statistics differ by rank within a step; the parts of a directory must not come from several."""
-    weights = ranks.run(fit_and_save_own, tmp_path / "last.ckpt")
+    weights = ranks.run(save_after_a_fit, tmp_path / "last.ckpt", (AsyncCheckpointIO(),))
     saved = OpenDirectory(tmp_path / "last.ckpt").read("model")
     assert not torch.equal(weights[0]["norm.running_var"], weights[1]["norm.running_var"])
     for name, value in weights[0].items():
         assert torch.equal(saved[name], value), name
 
 
-def fit_and_save_own(path: Path) -> dict[str, Any]:
-    trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type="sharded"), max_epochs=1)
-    module = AwkwardModule()
-    trainer.fit(module, loader())
-    trainer.save_checkpoint(path)
-    return {name: value.clone() for name, value in module.state_dict().items()}
+# --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def fit_and_save_kind(path: Path, kind: str) -> None:
-    trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type=kind), max_epochs=1)
-    trainer.fit(AwkwardModule(), loader())
-    trainer.save_checkpoint(path)
+class OtherIO(TorchCheckpointIO):
+    """A user's own."""
 
 
-def test_an_asynchronous_save_after_the_fit_is_there_when_it_returns(ranks: Ranks, tmp_path: Path) -> None:
-    """No later call would wait for it, or raise its error."""
-    assert ranks.run(save_after_fit, tmp_path / "last.ckpt") == [True, True]
+def fit_with_other_io(folder: str) -> str:
+    return message(ValueError, lambda: fit_and_save("megatron_ddp", folder, plugins=[OtherIO()], **SHARDED))
 
 
-def save_after_fit(path: Path) -> bool:
-    strategy = make_strategy("megatron_ddp", state_dict_type="sharded")
-    trainer = make_trainer(strategy, max_epochs=1, plugins=[AsyncCheckpointIO()])
-    trainer.fit(AwkwardModule(), loader())
-    trainer.save_checkpoint(path)
-    return is_directory_checkpoint(path)
-
-
-def complete_in(folder: Path) -> int:
-    """The number of complete checkpoints."""
-    return sum(is_directory_checkpoint(path) for path in folder.glob("*.ckpt"))
-
-
-def fit_slowly_in_background(folder: Any, count: Callable[[Any], int] = complete_in) -> list[int]:
-    """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
-    write_data = FileSystemWriter.write_data
-
-    def write_slowly(*arguments: Any) -> Any:
-        time.sleep(0.2)
-        return write_data(*arguments)
-
-    FileSystemWriter.write_data = write_slowly  # type: ignore[method-assign]
-    try:
-        saver = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
-        counts = Counts(lambda: count(folder))
-        fit(
-            "megatron_ddp",
-            callbacks=[saver, counts],
-            enable_checkpointing=True,
-            plugins=[AsyncCheckpointIO()],
-            **SHARDED,
+def test_users_checkpoint_io_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks.run(fit_with_other_io, str(tmp_path)):
+        assert text == (
+            "state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin OtherIO: "
+            "leave it out, or choose state_dict_type='full'"
         )
-    finally:
-        FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
-    return counts.found
 
 
-class Counts(pl.Callback):
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count, self.found = count, list[int]()
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.found.append(self._count())
+def resume_from(path: Path) -> str:
+    return message(CheckpointError, lambda: resume("megatron_ddp", str(path)))
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut off"])
-def test_a_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+def test_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    ranks.run(fit_and_save_kind, path, "sharded")
+    ranks.run(save_after_a_fit, path)
     part = path / "__1_0.distcp"
-    if damage == "missing":
-        part.unlink()
-    else:
-        part.write_bytes(part.read_bytes()[:-100])
-    for message in ranks.run(resume_from_empty, str(path)):
-        assert message.startswith(f"{path} is not complete: __1_0.distcp is {damage}")
+    part.write_bytes(part.read_bytes()[:-100])
+    for text in ranks.run(resume_from, path):
+        assert text.startswith(f"{path} is not complete: __1_0.distcp is cut off")
+    part.unlink()
+    for text in ranks.run(resume_from, path):
+        assert text.startswith(f"{path} is not complete: __1_0.distcp is missing")
+    (tmp_path / "empty.ckpt").mkdir()
+    for text in ranks.run(resume_from, tmp_path / "empty.ckpt"):
+        assert text.startswith(f"{tmp_path}/empty.ckpt is no complete sharded checkpoint")
 
 
-class WithExtraState(AwkwardModule):
-    """Keeps something that is no tensor in its state_dict."""
-
-    extra: Any = None
-
-    def get_extra_state(self) -> Any:
-        return {"empty": {}, 1: "one", "list": [1, {}], "batches": len(self.losses)}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
+# --- main params -----------------------------------------------------------------------------------------------------
 
 
-def test_extra_state_comes_back_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
-    for extra in ranks.run(fit_with_extra_state, tmp_path / "last.ckpt"):
-        assert extra == {"empty": {}, 1: "one", "list": [1, {}], "batches": BATCHES_PER_EPOCH}
+class TwoOptimizers(AwkwardModule):
+    """The first is over a parameter that is not the module's, and stays whole; bf16 weights have main params."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.stranger = [nn.Parameter(torch.ones(3))]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.stranger, lr=0.1), torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def fit_with_extra_state(path: Path) -> Any:
-    strategy_options = {"state_dict_type": "sharded"}
-    trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=1)
-    trainer.fit(WithExtraState(), loader())
-    trainer.save_checkpoint(path)
-    module = WithExtraState()
-    make_trainer(make_strategy("megatron_ddp", **strategy_options)).fit(module, loader(), ckpt_path=str(path))
-    return module.extra
+class RecordsMainParams(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at_start = self.copies(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at_end = self.copies(trainer)
+
+    def copies(self, trainer: Any) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in trainer.strategy.optimizers[1].main_params().items()}
+
+
+def main_params_of_two_optimizers(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Main params when they are saved, and after they were loaded."""
+    records = []
+    for epochs, source in ((1, None), (2, str(path))):
+        records.append(RecordsMainParams())
+        strategy = make_strategy("megatron_ddp")
+        trainer = make_trainer(strategy, precision="bf16-true", max_epochs=epochs, callbacks=[records[-1]])
+        trainer.fit(TwoOptimizers(), loader(), ckpt_path=source)
+        if source is None:
+            trainer.save_checkpoint(path)
+    return records[0].at_end, records[1].at_start
+
+
+def test_main_params_stand_at_their_optimizers_number(ranks: Ranks, tmp_path: Path) -> None:
+    """The tools number them over all optimizers, and so does the file."""
+    path = tmp_path / "last.ckpt"
+    (saved, loaded), _ = ranks.run(main_params_of_two_optimizers, path)
+    whole = torch.load(path, weights_only=True)
+    assert [len(params) for params in whole[MAIN_PARAMS_KEY]] == [0, len(saved)]
+    assert set(read_file(path).main_params) == {"optimizer_1"}
+    assert_equal(loaded, saved)
+
+
+# --- state on the host -----------------------------------------------------------------------------------------------
+
+
+class Environment:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def local_rank(self) -> int:
+        return self._rank
+
+
+def test_lightning_moves_no_loaded_state_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``offload_optimizer_states``; as it does with every optimizer, all of the state at once."""
+    file = trained(2, adam, torch.float32, range(2))
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("state was moved")
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, adam, torch.float32, offload_optimizer_states=True)
+        devices = [torch.device("cpu")] * 2
+        strategy: Any = MegatronDDPStrategy(parallel_devices=devices, cluster_environment=Environment(rank))
+        strategy._engine, strategy._lightning_module = ours.model.engine, ours.module
+        strategy.optimizers = [ours.optimizer]
+        strategy.load_optimizer_state_dict({"state_dict": file["model"], "optimizer_states": [file["optimizer"]]})
+        assert_same_file(ours.file()["optimizer"], file["optimizer"])
+        ours.model.close()
+
+    monkeypatch.setattr(lightnings, "_optimizer_to_device", refuse)
+    run_ranks(2, run)

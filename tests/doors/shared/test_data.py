@@ -98,9 +98,7 @@ def test_runs_that_are_cut_train_one_permutation(
     assert all((sampler.epoch, sampler.consumed) == (4, 0) for sampler in ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("num_ranks", "shuffle", "drop_last"), [(1, True, True), (3, True, False), (2, False, True)])
 def test_uncut_it_is_torchs_sampler(num_ranks: int, shuffle: bool, drop_last: bool) -> None:
     for sampler in samplers(14, num_ranks, shuffle=shuffle, drop_last=drop_last, seed=9):
         known = DistributedSampler(
@@ -128,7 +126,7 @@ def test_what_workers_read_ahead_is_not_consumed(num_workers: int) -> None:
     assert next(iter(loader(other, 4))).tolist() == permutation(40, 0)[12:16]
 
 
-def test_a_pass_that_is_left_is_continued_by_the_next() -> None:
+def test_pass_that_is_left_is_continued_by_the_next() -> None:
     [sampler] = samplers(6, 1)
     for expected in (0, 1):
         assert [index for samples in steps([sampler], 2) for index in samples] == permutation(6, expected)
@@ -138,7 +136,7 @@ def test_a_pass_that_is_left_is_continued_by_the_next() -> None:
     assert sampler.state_dict() == at(sampler, 3, 0)
 
 
-def test_a_restored_epoch_keeps_its_place_where_a_framework_sets_it() -> None:
+def test_restored_epoch_keeps_its_place_when_set() -> None:
     [sampler] = samplers(6, 1)
     sampler.load_state_dict(at(sampler, 2, 4))
     sampler.set_epoch(2)
@@ -147,7 +145,7 @@ def test_a_restored_epoch_keeps_its_place_where_a_framework_sets_it() -> None:
     assert list(sampler) == permutation(6, 3)
 
 
-def test_the_epoch_may_be_set_when_the_iterator_is_there() -> None:
+def test_epoch_may_be_set_after_the_iterator() -> None:
     """Lightning does, in the first epoch of a fit."""
     [sampler] = samplers(6, 1)
     batches = iter(loader(sampler, 3))
@@ -173,7 +171,7 @@ def test_samples_without_batches() -> None:
     )
 
 
-def test_a_strategy_says_who_divides_unless_the_user_did() -> None:
+def test_strategy_divides_unless_the_user_did() -> None:
     sampler = ResumableSampler(Numbers(8))
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
     sampler.divide(4, 3)
@@ -225,8 +223,7 @@ def test_errors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_workers", "num_ranks"), [(0, 1), (2, 3)])
 def test_torchdatas_loader_keeps_the_place(num_workers: int, num_ranks: int) -> None:
     """It saves the state of the sampler's iterator with each batch; any number of ranks goes on with rank 0's."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")

@@ -25,8 +25,6 @@ from ..rank_processes import Ranks
 from ..transformers_fits import accelerators_of
 
 STEPS, ACCUMULATE = 4, 3
-BOTH = pytest.mark.parametrize("accumulate", [1, ACCUMULATE])
-EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def adamw(module: Any) -> torch.optim.Optimizer:
@@ -101,25 +99,21 @@ def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **optio
     return weights
 
 
-@BOTH
-@EVERY_MODE
-def test_a_trainer(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
-    for weights in ranks.run(fit, mode, accumulate):
-        assert_close(weights, expected(2, accumulate), 1e-6)
+@pytest.mark.parametrize(
+    ("mode", "accumulate", "by_hand", "clip_norm"),
+    [
+        ("reduce-scatter", 1, False, None),
+        ("reduce-scatter", ACCUMULATE, False, 0.05),
+        ("all-reduce", ACCUMULATE, False, None),
+        ("reduce-scatter", ACCUMULATE, True, None),
+    ],
+)
+def test_trainer(ranks: Ranks, mode: str, accumulate: int, by_hand: bool, clip_norm: float | None) -> None:
+    for weights in ranks.run(fit, MODES[mode], accumulate, by_hand=by_hand, gradient_clip_val=clip_norm):
+        assert_close(weights, expected(2, accumulate, clip_norm=clip_norm), 1e-6)
 
 
-@EVERY_MODE
-def test_a_trainer_with_manual_optimization(ranks: Ranks, mode: dict[str, Any]) -> None:
-    for weights in ranks.run(fit, mode, ACCUMULATE, by_hand=True):
-        assert_close(weights, expected(2, ACCUMULATE), 1e-6)
-
-
-def test_a_trainer_that_clips(ranks: Ranks) -> None:
-    for weights in ranks.run(fit, {}, ACCUMULATE, gradient_clip_val=0.05):
-        assert_close(weights, expected(2, ACCUMULATE, clip_norm=0.05), 1e-6)
-
-
-def test_a_trainer_on_one_rank(one_rank: Ranks) -> None:
+def test_trainer_on_one_rank(one_rank: Ranks) -> None:
     [weights] = one_rank.run(fit, {}, ACCUMULATE)
     assert_close(weights, expected(1, ACCUMULATE), 1e-6)
 
@@ -145,10 +139,9 @@ def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None =
     return weights_of(module)
 
 
-@BOTH
-@EVERY_MODE
-def test_fabric(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
-    for weights in ranks.run(fabric_loop, mode, accumulate, 0.05):
+@pytest.mark.parametrize(("mode", "accumulate"), [("reduce-scatter", ACCUMULATE), ("all-reduce", 1)])
+def test_fabric(ranks: Ranks, mode: str, accumulate: int) -> None:
+    for weights in ranks.run(fabric_loop, MODES[mode], accumulate, 0.05):
         assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
 
 
@@ -219,27 +212,10 @@ def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool
     return weights
 
 
-@BOTH
-@EVERY_MODE
-def test_accelerate(worlds: Worlds, mode: dict[str, Any], accumulate: int) -> None:
-    for weights in worlds.run(accelerate_loop, mode, accumulate):
+@pytest.mark.parametrize(("mode", "accumulate"), [("reduce-scatter", ACCUMULATE), ("all-reduce", 1)])
+def test_accelerate(worlds: Worlds, mode: str, accumulate: int) -> None:
+    for weights in worlds.run(accelerate_loop, MODES[mode], accumulate):
         assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
-
-
-def accelerate_loop_beside_another(mode: dict[str, Any]) -> dict[str, Tensor]:
-    """After another Accelerator's, whose model is still there, and may not be counted any more."""
-    another = make_accelerator("megatron_ddp", {"find_unused_parameters": False})
-    module = torch.nn.Linear(3, 1)
-    model, _ = another.prepare(module, adamw(module))
-    another.backward(model(torch.ones(2, 3)).sum())
-    weights = accelerate_loop(mode, 1)
-    model.close()
-    return weights
-
-
-def test_accelerate_beside_another_accelerators_model(worlds: Worlds) -> None:
-    for weights in worlds.run(accelerate_loop_beside_another, {}):
-        assert_close(weights, expected(2, 1, clip_norm=0.05), 1e-6)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -315,12 +291,9 @@ def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, micro
         return weights_of(module)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "compute_loss_func"])
-@EVERY_MODE
-def test_transformers_averages_by_tokens_itself(
-    worlds: Worlds, mode: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "mode"), [("gpt2", "reduce-scatter"), ("compute_loss_func", "all-reduce")])
+def test_transformers_averages_by_tokens_itself(worlds: Worlds, mode: str, kind: str, tmp_path: Path) -> None:
     """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: it does not call us."""
     [alone] = worlds.run(train_with_transformers, kind, {}, tmp_path, 6, size=1)
-    for weights in worlds.run(train_with_transformers, kind, mode, tmp_path, 3):
+    for weights in worlds.run(train_with_transformers, kind, MODES[mode], tmp_path, 3):
         assert_close(weights, alone, 1e-6)

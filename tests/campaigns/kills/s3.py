@@ -1,4 +1,4 @@
-"""``python -m tests.doors.s3_runs FOLDER``: what the tests of object stores do, against moto's S3 by way of s3fs.
+"""``python -m tests.campaigns.kills.s3 FOLDER``: what the tests of object stores do, against moto's S3 by way of s3fs.
 
 Saves are cut off at each of their operations, and ranks are killed at random moments, as they are there.
 """
@@ -15,11 +15,12 @@ import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
 from tests.core.checkpoint.test_remote_directories import cut_off_at_each_operation, save_near_and_far
-from tests.doors.kill_runs import with_s3
-from tests.doors.lightning.test_crash_safety import train_under_fire
 from tests.support.object_store import FAULTS, Kind
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
+
+from .runs import with_s3
+from .test_kills import train_under_fire
 
 ENDPOINT = "FSSPEC_S3_ENDPOINT_URL"
 

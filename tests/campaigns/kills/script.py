@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from tests.doors import kill_runs
+from . import runs
 
 NUM_STEPS = 12
 
 
-class Module(kill_runs.Module):
+class Module(runs.Module):
     """Dies as told by the number of restarts, in the fourth step after it began."""
 
     def on_train_start(self) -> None:
@@ -42,6 +42,6 @@ def die(*_: object) -> NoReturn:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    weights = kill_runs.with_trainer(folder, NUM_STEPS, Module)
+    weights = runs.with_trainer(folder, NUM_STEPS, Module)
     if os.environ["RANK"] == "0":
         torch.save(weights, folder / "weights.pt")

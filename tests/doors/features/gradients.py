@@ -1,4 +1,4 @@
-"""Hooks that read and change gradients, and other uses of autograd."""
+"""Clipping, hooks that read and change gradients, and other uses of autograd."""
 
 from __future__ import annotations
 
@@ -17,12 +17,105 @@ from ..fits import AwkwardModule, Fit, fit
 from ..matrix import Feature
 from ..rank_processes import number_of_ranks
 
-HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+CLIP_NORM = 0.5
+CLIP_VALUE = 0.02
 
 
 def sgd(params: Any) -> Optimizer:
-    """Not AdamW, to which a gradient of another length is the same."""
+    """Not AdamW, which forgets a gradient's length."""
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+class Clipped(AwkwardModule):
+    """``on_train_batch_end`` notes a weight, so that a step of another length shows at once."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=sgd)
+        self.trace: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trace.append(self.scale.item())
+
+
+class ClipsOddBatches(Clipped):
+    """Overrides the hook as Lightning's documentation shows: now and then, through ``self.clip_gradients``."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self.global_step % 2 == 1:
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
+
+
+class ClipsWithTheOptimizer(Clipped):
+    """Under "ddp" with torch's function, which reads ``.grad``; under ours with the optimizer's own."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(CLIP_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)
+
+
+class ClipsTheParameters(Clipped):
+    """As in plain torch, which reads ``.grad``."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)
+
+
+class ClippedByHand(Clipped):
+    """Manual optimization: each of two optimizers clipped with its own value after its own backward."""
+
+    algorithm = "value"
+    clip_vals = (CLIP_VALUE, CLIP_VALUE / 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        features, tokens, targets = batch
+        for optimizer, clip_val in zip(self.optimizers(), self.clip_vals, strict=True):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self(features, tokens), targets)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=clip_val, gradient_clip_algorithm=self.algorithm)
+            optimizer.step()
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        trunk = [*self.inputs.parameters(), *self.norm.parameters()]
+        rest = [*self.side.parameters(), *self.out.parameters(), *self.embed.parameters(), self.scale]
+        return sgd(trunk), sgd(rest)
+
+
+class ClippedByHandByNorm(ClippedByHand):
+    algorithm = "norm"
+    clip_vals = (CLIP_NORM, CLIP_NORM / 4)
+
+
+def clipped(
+    name: str, strategy_options: dict[str, Any], kind: type[Clipped] = Clipped, **options: Any
+) -> tuple[Fit, list[float]]:
+    """The fit, and a weight after every batch."""
+    module = kind()
+    result = fit(name, strategy_options=strategy_options, module=module, max_epochs=1, **options)
+    return result, module.trace
+
+
+def by(algorithm: str, **options: Any) -> dict[str, Any]:
+    clip_val = CLIP_NORM if algorithm == "norm" else CLIP_VALUE
+    return {"gradient_clip_val": clip_val, "gradient_clip_algorithm": algorithm, **options}
+
+
+NORM = "the norm is summed by shards"
+
+
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
 # --- what hooks see --------------------------------------------------------------------------------------------------
@@ -75,18 +168,12 @@ def seen(name: str, strategy_options: dict[str, Any], hook: str, **options: Any)
 class LogsNorms(AwkwardModule):
     """As Lightning's documentation does in this hook; with the strategy's function if gradients are shards."""
 
-    norm_type: float | str = 2.0
-
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         strategy: Any = self.trainer.strategy
         if any(isinstance(param.grad, ReducedGrad) for param in self.parameters()):
-            self.log_dict(strategy.grad_norm(self.norm_type))
+            self.log_dict(strategy.grad_norm())
         else:
-            self.log_dict(grad_norm(self, self.norm_type))
-
-
-class LogsLargest(LogsNorms):
-    norm_type = "inf"
+            self.log_dict(grad_norm(self, 2.0))
 
 
 # --- what hooks change -----------------------------------------------------------------------------------------------
@@ -101,15 +188,6 @@ class DropsGradients(AwkwardModule):
                 param.grad = None
 
 
-class DropsGradientsLater(AwkwardModule):
-    """The same in the other hook, and with ``del``."""
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.global_step < 3:
-            self.out.weight.grad = None
-            del self.out.bias.grad
-
-
 class WritesGradients(AwkwardModule):
     """Replaces the gradients of two parameters; no rank had used one of them."""
 
@@ -118,10 +196,6 @@ class WritesGradients(AwkwardModule):
         grad = strategy.full_grad(self.out.weight) if hasattr(strategy, "full_grad") else self.out.weight.grad
         self.out.weight.grad = -0.5 * grad
         self.side.weight.grad = torch.full_like(self.side.weight, 0.01)
-
-
-class LogsNormsOfWritten(LogsNorms, WritesGradients):
-    """Hooks later in the batch see what earlier ones wrote."""
 
 
 class ScalesLocalGradients(AwkwardModule):
@@ -170,7 +244,7 @@ def changed(name: str, strategy_options: dict[str, Any], kind: type[AwkwardModul
 
 
 class GradientPenalty(pl.LightningModule):
-    """The norm of the loss's gradient by the input is a part of the loss: backward through a backward."""
+    """The norm of the loss's gradient by the weights is a part of the loss: backward through a backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,10 +254,9 @@ class GradientPenalty(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         features, _, targets = batch
-        features = features.detach().requires_grad_()
         loss = F.cross_entropy(self.net(features), targets)
-        (by_input,) = torch.autograd.grad(loss, features, create_graph=True)
-        loss = loss + by_input.square().sum()
+        by_weight = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+        loss = loss + 0.1 * sum(grad.square().sum() for grad in by_weight)
         self.losses.append(loss.item())
         return loss
 
@@ -191,20 +264,8 @@ class GradientPenalty(pl.LightningModule):
         return sgd(self.parameters())
 
 
-class WeightGradientPenalty(GradientPenalty):
-    """The same by the weights, which are the wrapped module's own parameters."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, _, targets = batch
-        loss = F.cross_entropy(self.net(features), targets)
-        by_weight = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
-        loss = loss + 0.1 * sum(grad.square().sum() for grad in by_weight)
-        self.losses.append(loss.item())
-        return loss
-
-
-def penalised(name: str, strategy_options: dict[str, Any], kind: type[GradientPenalty], **options: Any) -> Fit:
-    return fit(name, strategy_options=strategy_options, module=kind(), max_epochs=1, **options)
+def penalised(name: str, strategy_options: dict[str, Any]) -> Fit:
+    return fit(name, strategy_options=strategy_options, module=GradientPenalty(), max_epochs=1)
 
 
 def plain(name: str, strategy_options: dict[str, Any], **options: Any) -> Fit:
@@ -216,6 +277,50 @@ STRATEGY_NORM = "`lightning.pytorch.utilities.grad_norm`; with reduce-scatter `s
 AREA = "Hooks and gradients"
 
 FEATURES = [
+    Feature("Clipping", "by value", clipped, by("value")),
+    Feature("Clipping", "by norm", clipped, by("norm"), rtol=1e-6, note=NORM),
+    Feature(
+        "Clipping",
+        "by norm, accumulated",
+        clipped,
+        by("norm", accumulate_grad_batches=3),
+        rtol=1e-6,
+        note=NORM,
+        often=True,
+    ),
+    Feature(
+        "Clipping",
+        "configure_gradient_clipping with self.clip_gradients",
+        clipped,
+        {"kind": ClipsOddBatches},
+    ),
+    Feature(
+        "Clipping",
+        "configure_gradient_clipping with optimizer.clip_grad_norm_",
+        clipped,
+        {"kind": ClipsWithTheOptimizer},
+        rtol=1e-6,
+        note='under `"ddp"` with `torch.nn.utils.clip_grad_norm_`; with reduce-scatter that is refused',
+        often=True,
+    ),
+    Feature(
+        "Clipping",
+        "configure_gradient_clipping with torch.nn.utils.clip_grad_norm_",
+        clipped,
+        {"kind": ClipsTheParameters},
+        refused="self.clip_gradients",
+        often=True,
+    ),
+    Feature("Clipping", "manual, per optimizer, by value", clipped, {"kind": ClippedByHand}),
+    Feature(
+        "Clipping",
+        "manual, per optimizer, by norm",
+        clipped,
+        {"kind": ClippedByHandByNorm},
+        rtol=1e-6,
+        note=NORM,
+        often=True,
+    ),
     *(Feature(AREA, f"gradients in {hook}", seen, {"hook": hook}, note=FULL_GRAD) for hook in HOOKS),
     Feature(
         AREA,
@@ -224,19 +329,9 @@ FEATURES = [
         {"hook": "on_after_backward", "accumulate_grad_batches": 3},
         note="local and in `.grad` until the last microbatch; " + FULL_GRAD,
     ),
-    Feature(AREA, "gradient norms logged", changed, {"kind": LogsNorms}, rtol=1e-6, note=STRATEGY_NORM),
-    Feature(AREA, "largest gradients logged", changed, {"kind": LogsLargest}, note=STRATEGY_NORM),
-    Feature(
-        AREA,
-        "norms of gradients that a hook wrote",
-        changed,
-        {"kind": LogsNormsOfWritten},
-        rtol=1e-6,
-        note=STRATEGY_NORM,
-    ),
-    Feature(AREA, ".grad = None in on_after_backward", changed, {"kind": DropsGradients}),
-    Feature(AREA, ".grad = None and del .grad in on_before_optimizer_step", changed, {"kind": DropsGradientsLater}),
-    Feature(AREA, ".grad = tensor in on_after_backward", changed, {"kind": WritesGradients}),
+    Feature(AREA, "gradient norms logged", changed, {"kind": LogsNorms}, rtol=1e-6, note=STRATEGY_NORM, often=True),
+    Feature(AREA, ".grad = None in on_after_backward", changed, {"kind": DropsGradients}, often=True),
+    Feature(AREA, ".grad = tensor in on_after_backward", changed, {"kind": WritesGradients}, often=True),
     Feature(
         AREA,
         ".grad changed in place between microbatches",
@@ -254,6 +349,5 @@ FEATURES = [
         note="gradients of the whole epoch add up, and with them the rounding of several synchronised backwards",
     ),
     Feature(AREA, "Trainer(detect_anomaly=True)", plain, {"detect_anomaly": True}),
-    Feature(AREA, "gradient penalty by the input", penalised, {"kind": GradientPenalty}),
-    Feature(AREA, "gradient penalty by the weights", penalised, {"kind": WeightGradientPenalty}),
+    Feature(AREA, "gradient penalty by the weights", penalised),
 ]

@@ -6,23 +6,18 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megastrategy._checkpoints.directories import read_remote_extra
-from megastrategy._faults.recovery import PATIENCE
 from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint
-from megastrategy.core.collectives import process_groups
+from tests.doors.python_processes import run_python
 from tests.support.object_store import PROTOCOL
 
-from .. import kill_script
-from ..fits import AwkwardModule, loader, make_strategy, make_trainer
-from ..kill_runs import (
+from . import script
+from .runs import (
     SIZE,
     Kill,
     Outcome,
@@ -38,8 +33,6 @@ from ..kill_runs import (
     with_store_in_background,
     with_trainer,
 )
-from ..python_processes import run_python
-from ..rank_processes import Ranks, assert_failed
 
 Job = Callable[[Path, int], dict[str, Tensor]]
 
@@ -139,98 +132,20 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "job",
+    ("job", "seed", "count"),
     [
-        with_trainer,
-        with_directories,
-        with_store,
-        with_store_in_background,
-        with_loop,
+        # this seed draws each rank alone, both at once, and a start
+        pytest.param(with_trainer, 29, 4, id="four kills"),
+        *(
+            pytest.param(job, 0, 50, marks=pytest.mark.long, id=job.__name__)
+            for job in (with_trainer, with_directories, with_store, with_store_in_background, with_loop)
+        ),
     ],
 )
-def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
-    """Losses of all steps and the last weights to the bit; the rank that is left says why it ends.
-
-    This seed draws each rank alone, both at once, and a start.
-    """
-    train_under_fire(job, tmp_path, seed=29, count=4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("job", [with_trainer, with_directories, with_store, with_store_in_background, with_loop])
-def test_fifty_kills(job: Job, seed: int, tmp_path: Path) -> None:
-    """Five hundred kills in all, seven minutes on two cores."""
-    train_under_fire(job, tmp_path, seed, count=50)
-
-
-class DiesBeforeSaving(pl.Callback):
-    """Rank 1, when the others are on their way to gather its state."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            kill_script.die()
-        trainer.save_checkpoint("never.ckpt")
-
-
-def fit_dying_before_saving() -> None:
-    make_trainer(make_strategy("megatron_ddp"), callbacks=[DiesBeforeSaving()]).fit(AwkwardModule(), loader())
-
-
-def test_a_rank_that_dies_before_a_save_is_not_waited_for(ranks: Ranks) -> None:
-    """Ranks meet before they gather, and who is dead will not come, however long one waits."""
-    waiting, _ = ranks.outcomes(fit_dying_before_saving)
-    assert_failed(waiting, "rank(s) [1] have ended", kind="NotOnAllRanksError", within_s=20)
-
-
-def fit_dying_beside_a_save(folder: Path) -> None:
-    save = ModelCheckpoint(folder, save_on_exception=True)
-    make_trainer(make_strategy("megatron_ddp"), callbacks=[Dies(), save], enable_checkpointing=True).fit(
-        AwkwardModule(), loader()
-    )
-
-
-class Dies(pl.Callback):
-    """Rank 1, before a batch."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            kill_script.die()
-
-
-def test_save_on_exception_waits_for_no_dead_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """Lightning's launcher kills the other ranks when it sees that one has ended, within 5 s."""
-    survivor, _ = ranks.outcomes(fit_dying_beside_a_save, tmp_path)
-    assert_failed(survivor, kind="CollectiveError", within_s=PATIENCE.total_seconds())
-    assert "the process of rank(s) [1] has ended" in survivor.traceback
-    assert not list(tmp_path.glob("*.ckpt"))
-
-
-class DiesConnecting(pl.Callback):
-    """Rank 1, after all have agreed to make the group for directories, and before it has told where it listens."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            process_groups._gloo_over = kill_script.die  # type: ignore[assignment]
-        trainer.save_checkpoint("never.ckpt")
-
-
-def fit_dying_while_connecting() -> None:
-    strategy = make_strategy("megatron_ddp", state_dict_type="sharded")
-    make_trainer(strategy, callbacks=[DiesConnecting()]).fit(AwkwardModule(), loader())
-
-
-def test_a_rank_that_dies_while_all_connect_is_not_waited_for(ranks: Ranks) -> None:
-    """Gloo waits for its address until the group's timeout, half an hour."""
-    waiting, _ = ranks.outcomes(fit_dying_while_connecting)
-    assert_failed(
-        waiting,
-        "connecting a new group did not complete, since the process of rank 1 is gone",
-        kind="CollectiveError",
-        within_s=20,
-    )
+def test_killed_training_ends_as_if_not_killed(job: Job, tmp_path: Path, seed: int, count: int) -> None:
+    """Losses of all steps and the last weights to the bit; the rank that is left says why it ends."""
+    train_under_fire(job, tmp_path, seed, count)
 
 
 @pytest.mark.fresh
@@ -242,13 +157,13 @@ def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     # otherwise torchrun's restarts share one store, and may find addresses of processes that are dead: pytorch #167288
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run_python(*command, "-m", kill_script.__name__, str(fire), cwd=tmp_path, environment=environment)
-    finish(with_trainer, calm, kill_script.NUM_STEPS, LIMIT_S)
+    run_python(*command, "-m", script.__name__, str(fire), cwd=tmp_path, environment=environment)
+    finish(with_trainer, calm, script.NUM_STEPS, LIMIT_S)
     for rank in range(SIZE):
         # step 3 was never begun, and what was saved after step 6 never got its name
         assert (fire / f"starts_{rank}").read_text() == "0 0\n1 3\n2 6\n"
-        expected = losses_of(calm, kill_script.NUM_STEPS)[rank]
+        expected = losses_of(calm, script.NUM_STEPS)[rank]
         assert [(step, loss) for step, loss in recorded(fire, rank) if loss != expected[step]] == []
         assert {step for step, _ in recorded(fire, rank)} == set(expected)
     assert_same_weights(fire, calm)
-    assert sorted(os.listdir(fire / "checkpoints")) == ["last.ckpt", f"step={kill_script.NUM_STEPS}.ckpt"]
+    assert sorted(os.listdir(fire / "checkpoints")) == ["last.ckpt", f"step={script.NUM_STEPS}.ckpt"]

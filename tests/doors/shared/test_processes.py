@@ -1,16 +1,22 @@
-"""Every way to start two processes: script, spawn, fork, notebook, torchrun, SLURM; and one Trainer after another."""
+"""Every way to start two processes: script, spawn, fork, notebook, torchrun, SLURM; and the timeout of their groups."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from megastrategy import MegatronDDPStrategy
 from tests.support.ports import free_port
 
-from ..fits import Fit, assert_same_fit, fit
+from ..accelerate_loops import Worlds, make_accelerator
+from ..fabric_loops import make_fabric
+from ..fits import AwkwardModule, loader, make_trainer
 from ..python_processes import run_python, run_pythons
 from ..rank_processes import Ranks
 
@@ -92,28 +98,17 @@ def assert_results(output: str, *, environment: str, launcher: str, ours: int = 
 
 
 @pytest.mark.fresh
-def test_a_script_fits_on_two_processes(tmp_path: Path) -> None:
+def test_script_fits_on_two_processes(tmp_path: Path) -> None:
     """As a user starts it: weights equal ddp's, state is halved, and rank 0 alone prints what was set up."""
     output = run_python(str(write_script(tmp_path, imported=True)), "megatron_ddp", "ddp", cwd=tmp_path)
     assert_results(output, environment="LightningEnvironment", launcher="_SubprocessScriptLauncher")
     assert output.count("2 bucket(s), 524,288 to 524,288 elements each, 1,048,576 in all, sent as float32") == 1
-    assert rows(output) == {
-        "megatron_ddp": ["4.00 MiB", "4.00 MiB", "4.00 MiB", "12.00 MiB"],
-        "ddp": ["4.00 MiB", "4.00 MiB", "8.00 MiB", "16.00 MiB"],
-    }
+    rows = [line.split() for line in output.splitlines() if line.split()[2:3] == ["MiB"]]
+    assert [[row[0], *row[1::2]] for row in rows] == [  # parameters, gradients, optimizer, total
+        ["megatron_ddp", "4.00", "4.00", "4.00", "12.00"],
+        ["ddp", "4.00", "4.00", "8.00", "16.00"],
+    ]
     assert "the end of the first backward needs 16.00 MiB for parameters and gradients" in output, "both twice"
-
-
-def rows(output: str) -> dict[str, Any]:
-    """The printed table: name of a strategy -> parameters, gradients, optimizer, total."""
-    table = {}
-    for line in output.splitlines():
-        words = line.split()
-        if words[2:3] == ["MiB"]:
-            numbers = words[1::2]
-            assert words[0] not in table, "printed twice"
-            table[words[0]] = [f"{number} MiB" for number in numbers]
-    return table
 
 
 @pytest.mark.fresh
@@ -159,37 +154,67 @@ def test_slurm(tmp_path: Path) -> None:
     assert "megatron_ddp on" not in second
 
 
-# --- one after the other ---------------------------------------------------------------------------------------------
-
-ORDERS = {
-    "ddp then ours": [("ddp", {}), ("megatron_ddp", {})],
-    "ours then ddp": [("megatron_ddp", {}), ("ddp", {})],
-    "ours then ours with other options": [
-        ("megatron_ddp", {"bucket_size": 60}),
-        ("megatron_ddp", {"use_distributed_optimizer": False, "overlap_grad_reduce": False}),
-        ("megatron_ddp", {"bucket_size": 10_000}),
-    ],
-}
+# --- timeout= --------------------------------------------------------------------------------------------------------
 
 
-def fit_in_order(order: list[tuple[str, dict[str, Any]]]) -> list[Fit]:
-    return [fit(name, strategy_options=options, max_epochs=1) for name, options in order]
+TIMEOUT = timedelta(seconds=51)
+"""A timeout that no group has by default."""
 
 
-@pytest.fixture(scope="module")
-def under_ddp_alone() -> list[Fit]:
-    """In a pair of processes in which nothing else has run."""
-    fresh = Ranks()
+@pytest.fixture
+def fresh() -> Iterator[Ranks]:
+    """Processes whose default group is not there yet, since that one keeps the timeout of its first user."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def timeouts_s() -> list[float]:
+    """The timeout of every group that this process is in, in seconds."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def with_trainer(folder: Path) -> list[float]:
+    strategy = MegatronDDPStrategy(timeout=TIMEOUT, state_dict_type="sharded")
+    options = {"max_steps": 1, "enable_checkpointing": True, "default_root_dir": folder}
+    make_trainer(strategy, **options).fit(AwkwardModule(), loader())
+    return timeouts_s()
+
+
+def test_groups_of_a_fit_have_the_timeout(fresh: Ranks, tmp_path: Path) -> None:
+    for found in fresh.run(with_trainer, tmp_path):
+        assert found == [TIMEOUT.total_seconds()] * 4, "all, the engine's, to meet, to save"
+
+
+def with_fabric(folder: Path) -> list[float]:
+    fabric = make_fabric("megatron_ddp", {"timeout": TIMEOUT, "state_dict_type": "sharded"})
+    net = nn.Linear(5, 3)
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    fabric.save(folder / "saved", {"model": model, "optimizer": optimizer})
+    return timeouts_s()
+
+
+def test_groups_under_fabric_have_the_timeout(fresh: Ranks, tmp_path: Path) -> None:
+    for found in fresh.run(with_fabric, tmp_path):
+        assert found == [TIMEOUT.total_seconds()] * 3, "all, the engine's, to save"
+
+
+def with_accelerate(folder: Path) -> list[float]:
+    from accelerate import InitProcessGroupKwargs
+
+    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+    accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded"}, kwargs_handlers=handlers)
+    net = nn.Linear(5, 3)
+    accelerator.prepare(net, torch.optim.Adam(net.parameters()))
+    accelerator.save_state(str(folder / "saved"))
+    return timeouts_s()
+
+
+def test_groups_under_accelerate_have_the_timeout(tmp_path: Path) -> None:
+    worlds = Worlds()
     try:
-        return fresh.run(fit, "ddp", max_epochs=1)
+        for found in worlds.run(with_accelerate, tmp_path):
+            assert found == [TIMEOUT.total_seconds()] * 3, "all, the engine's, to save"
     finally:
-        fresh.close()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("order", ORDERS)
-def test_trainers_one_after_the_other(ranks: Ranks, under_ddp_alone: list[Fit], order: str) -> None:
-    """Each fit is what it would have been alone: nothing global is patched, and nothing of a fit stays behind."""
-    for fits, alone in zip(ranks.run(fit_in_order, ORDERS[order]), under_ddp_alone, strict=True):
-        for one in fits:
-            assert_same_fit(one, alone)
+        worlds.close()

@@ -1,10 +1,14 @@
-"""The text by which other ranks name the first failure: its cause comes first, however long the rest is."""
+"""The text by which other ranks name the first failure, and the way out of hosts that do not connect."""
 
 from __future__ import annotations
+
+import re
+import socket
 
 import pytest
 from torch._utils import ExceptionWrapper
 
+from megastrategy._faults.interfaces import add_way_out, interfaces
 from megastrategy._faults.recovery import describe
 
 LIMIT = 1000
@@ -43,7 +47,7 @@ def test_failure_of_a_group_begins_with_its_first() -> None:
     assert described == "OSError: disk full, which led to ExceptionGroup: two of three (2 sub-exceptions)"
 
 
-def test_failure_with_a_long_message_keeps_its_last_line() -> None:
+def test_failure_with_a_long_text_keeps_its_last_line() -> None:
     message = "\n".join(["configuration:", *(f"  key_{number}: {number}" for number in range(500)), "missing: lr"])
     assert describe(ValueError(message)) == "ValueError: missing: lr (configuration:)"
 
@@ -71,8 +75,7 @@ def test_failure_names_the_error_that_was_handled() -> None:
     assert describe(error) == "RuntimeError: no sample, raised while handling KeyError: 'id'"
 
 
-@pytest.mark.parametrize("separator", [" ", "\n"])
-@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize(("in_worker", "separator"), [(False, " "), (False, "\n"), (True, "\n")])
 def test_failure_with_a_long_message_keeps_its_end(in_worker: bool, separator: str) -> None:
     error = OSError(separator.join(["no sample in", *(f"/data/{number}" for number in range(500)), "disk full"]))
     described = describe(error_of_a_worker(error) if in_worker else error)
@@ -86,3 +89,27 @@ def test_failure_of_a_worker_names_the_errors_of_a_group() -> None:
     described = describe(error_of_a_worker(error))
     assert described.index("ValueError: bad row") < described.index("which led to OSError: loading failed")
     assert "KeyError: 'id'" in described
+
+
+# --- hosts that do not connect ---------------------------------------------------------------------------------------
+
+
+FULL_MESH = "Gloo connectFullMesh failed with [...] Connection refused, remote=[127.0.1.1]:1415$1"
+
+
+def test_interfaces_are_named_with_their_address() -> None:
+    found = interfaces()
+    assert "lo (127.0.0.1)" in found
+    assert [text.partition(" ")[0] for text in found] == [name for _, name in socket.if_nameindex()]
+
+
+def test_way_out_is_added_to_gloos_error_alone() -> None:
+    error = RuntimeError(FULL_MESH)
+    add_way_out(error)
+    [note] = error.__notes__
+    assert "Set GLOO_SOCKET_IFNAME on every machine" in note
+    assert re.search(rf"and {re.escape(socket.gethostname())} (resolves to [\d.]+|does not resolve)\.", note)
+    assert note.endswith(", ".join(interfaces()))
+    other = RuntimeError("The client socket has timed out after 60000ms while trying to connect to (host, 29500)")
+    add_way_out(other)
+    assert not hasattr(other, "__notes__")

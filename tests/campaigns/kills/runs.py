@@ -28,11 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
+from tests.doors.fits import make_strategy, make_trainer
+from tests.doors.rank_processes import SIZE
 from tests.support.object_store import PROTOCOL
 from tests.support.ports import free_port
-
-from .fits import make_strategy, make_trainer
-from .rank_processes import SIZE
 
 _RECORD = struct.Struct("<qd")
 BUCKET_SIZE = 20_000
