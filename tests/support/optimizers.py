@@ -228,24 +228,6 @@ class InBlocks(Simple):
         param.sub_(momentum, alpha=group["lr"])
 
 
-class KeepsRows(Simple):
-    """Element-wise in its steps; keeps a number for each row, which flat pieces do not have."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["rows"] = grad.reshape(grad.shape[0], -1).sum(1)[:7].clone()
-        param.sub_(grad, alpha=group["lr"])
-
-
-class KeepsMatrix(Simple):
-    """Steps as Shampoo: keeps a matrix of the first dimension, and flat tensors have only one dimension."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        assert param.dim() > 1 or len(param) < 2000, "a matrix of gigabytes"
-        rows = grad.reshape(len(grad), -1)
-        state["outer"] = state.get("outer", 0) + rows @ rows.T
-        param.sub_(grad, alpha=group["lr"])
-
-
 class KeepsNested(Simple):
     """Element-wise in its steps; keeps a tensor inside a dictionary."""
 

@@ -94,7 +94,7 @@ def test_experts_train_save_and_resume(one_rank: Ranks, mesh: Ranks, tmp_path: P
     assert_close(read(tmp_path / "ep2"), expected)
     assert num_chunks(tmp_path / "ep4+", "model.layers.0.up") == 4, "each rank writes its part"
     assert_close(OpenDirectory(tmp_path / "ep4+").read("model"), dict(expected["model"]))
-    for options, saved in [(EP4, "ep2"), (EP2, "ep4+"), ({}, "ep4+"), (EP4, "alone")]:
+    for options, saved in [(EP4, "ep2"), ({}, "ep4+"), (EP2, "alone")]:
         mesh.run(train_experts, options, tmp_path / "resumed", tmp_path / saved)
         assert_close(read(tmp_path / "resumed"), later)
     one_rank.run(train_experts, None, tmp_path / "resumed", tmp_path / "ep2")

@@ -102,8 +102,8 @@ FITS: dict[str, dict[str, Any]] = {
         "label_smoothing_factor": 0.1,
         "weight_decay": 0.1,
     },
-    "lora, bf16, re-entrant checkpoints": {
-        "model": "lora",
+    "lora on a frozen base": {"model": "lora"},
+    "bf16, re-entrant checkpoints": {
         "bf16": True,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
