@@ -1,4 +1,4 @@
-"""python -m tests.campaigns.many_machines: how long two nodes of torchrun take to end when one fails.
+"""python -m campaigns.many_machines: how long two nodes of torchrun take to end when one fails.
 
 With "ddp" and with ours; prints docs/many_machines.md's table.
 

@@ -1,4 +1,4 @@
-"""python -m tests.campaigns.slurm: what becomes of jobs of a real Slurm, with ours and with "ddp"; prints tables.
+"""python -m campaigns.slurm: what becomes of jobs of a real Slurm, with ours and with "ddp"; prints tables.
 
 It needs ``sbatch``, two nodes, and a folder for temporary files that both see; :file:`cluster.sh` makes such a Slurm on
 one machine. It fails where the weights at the end of a job are not those of a job that nothing happened to, to the bit;
@@ -22,7 +22,7 @@ import psutil
 from . import replicas
 from .job import NUM_BATCHES, NUM_EPOCHS, SAVES_EVERY
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 LEAVES_WITHIN_S = 3.0
 RESTS_S = 5.0
@@ -62,7 +62,7 @@ class Job:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        job = f"{sys.executable} -m tests.campaigns.slurm.job {folder} {case.stage} {case.strategy}"
+        job = f"{sys.executable} -m campaigns.slurm.job {folder} {case.stage} {case.strategy}"
         script = f"#!/bin/sh\ncd {ROOT}\nOMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= srun {job}\n"
         options = ["--parsable", "--requeue", "--open-mode=append", f"--output={folder}/output"]
         options += [f"--nodes={case.nodes}", f"--ntasks-per-node={case.tasks_per_node}", f"--ntasks={case.tasks}"]
@@ -204,7 +204,7 @@ def bring_back_a_node(job: Job) -> None:
 
 def _tasks_of(node: str) -> list[psutil.Process]:
     def is_one(process: psutil.Process) -> bool:
-        task = process.cmdline()[1:3] == ["-m", "tests.campaigns.slurm.job"]
+        task = process.cmdline()[1:3] == ["-m", "campaigns.slurm.job"]
         return task and process.environ().get("SLURMD_NODENAME") == node
 
     return _processes(is_one)

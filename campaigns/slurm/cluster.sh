@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs a command on a machine with a Slurm of two nodes, node0 and node1, which ends with the command:
 #
-#     tests/campaigns/slurm/cluster.sh python -m tests.campaigns.slurm        # as root, on Debian or Ubuntu
+#     campaigns/slurm/cluster.sh python -m campaigns.slurm        # as root, on Debian or Ubuntu
 #
 # The packages are installed into layers over /etc, /usr and /var that only the command and its children see, and the
 # daemons live in namespaces of process ids and networks that the kernel empties when the command has ended. So nothing

@@ -1,4 +1,4 @@
-"""Runs as each task of a job: python -m tests.campaigns.slurm.job FOLDER STAGE STRATEGY. It writes where it is.
+"""Runs as each task of a job: python -m campaigns.slurm.job FOLDER STAGE STRATEGY. It writes where it is.
 
 Two epochs are trained, each with a validation after it, and every fifth step is saved to FOLDER/last.ckpt, where a job
 that starts again goes on. Its loader saves its place, so that it goes on in mid-epoch. One stage takes its time,

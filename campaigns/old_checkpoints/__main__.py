@@ -1,4 +1,4 @@
-"""python -m tests.campaigns.old_checkpoints --commit COMMIT: the working tree loads what an older commit has saved.
+"""python -m campaigns.old_checkpoints --commit COMMIT: the working tree loads what an older commit has saved.
 
 Two and four ranks with the package of that commit, in a git worktree in a temporary folder, write checkpoints of every
 kind: :file:`ranks.py` lists them. One to four ranks with the working tree's package load each. It fails where a bit of
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 

@@ -1,7 +1,7 @@
 """Runs Lightning's own tests with a strategy in place of "auto", or compares two such runs.
 
-python -m tests.campaigns.lightning_suite run LIGHTNING/tests/tests_pytorch STRATEGY OUTCOMES [pytest's options]
-python -m tests.campaigns.lightning_suite compare OUTCOMES_OF_DDP OUTCOMES_OF_OURS
+python -m campaigns.lightning_suite run LIGHTNING/tests/tests_pytorch STRATEGY OUTCOMES [pytest's options]
+python -m campaigns.lightning_suite compare OUTCOMES_OF_DDP OUTCOMES_OF_OURS
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m tests.campaigns.slurm.replicas: ``examples/slurm/replicas.sbatch`` on a real Slurm of two nodes.
+"""python -m campaigns.slurm.replicas: ``examples/slurm/replicas.sbatch`` on a real Slurm of two nodes.
 
 A replica's processes are killed, then its element of the array is requeued. It fails where the
 other replica does not go on alone meanwhile, where the one does not come back, or where the weights at the end differ.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "slurm"
 PATIENCE_S = 600.0
 NUM_EPOCHS = 40

@@ -1,5 +1,5 @@
 """The sbatch files of ``examples/slurm`` start two ranks that find each other. ``srun`` here is a double: it starts the
-command once for each node on this machine, with Slurm's variables; ``tests.campaigns.slurm`` has the real one."""
+command once for each node on this machine, with Slurm's variables; ``campaigns.slurm`` has the real one."""
 
 from __future__ import annotations
 

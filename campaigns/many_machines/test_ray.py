@@ -33,7 +33,7 @@ def ray_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_case(python: Path, name: str, folder: Path, *paths: Path) -> None:
     """A case of ``ray_jobs`` in an interpreter of its own. ``paths``: searched before others by all processes."""
     ours = outside_of_ranks() | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "TMPDIR": str(folder)}
-    command = [str(python), "-m", "tests.campaigns.many_machines.ray_jobs", name, str(folder)]
+    command = [str(python), "-m", "campaigns.many_machines.ray_jobs", name, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=2.5 * HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 

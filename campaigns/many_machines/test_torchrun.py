@@ -1,6 +1,6 @@
 """Two nodes of torchrun end, whatever happens to one of them. In the long tier.
 
-``python -m tests.campaigns.many_machines`` says how long it takes, and takes under "ddp"."""
+``python -m campaigns.many_machines`` says how long it takes, and takes under "ddp"."""
 
 from __future__ import annotations
 

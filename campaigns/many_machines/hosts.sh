@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs a command on each of two hosts, whose network is as people have them; as root, with iproute2:
 #
-#     tests/campaigns/many_machines/hosts.sh KIND COMMAND...     # with HOST=0 or 1 and FIRST, an address of host 0 that both reach
+#     campaigns/many_machines/hosts.sh KIND COMMAND...     # with HOST=0 or 1 and FIRST, an address of host 0 that both reach
 #
 #   names       each host's name leads to an address that the other reaches
 #   debian      each host's own name leads to 127.0.1.1, as Debian's installer writes it

@@ -1,4 +1,4 @@
-"""Trains in workers of a real Ray: ``python -m tests.campaigns.many_machines.ray_jobs CASE FOLDER``."""
+"""Trains in workers of a real Ray: ``python -m campaigns.many_machines.ray_jobs CASE FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tests.campaigns.slurm`` in a Slurm that is made for it on this machine, and ends with it. In the long tier."""
+"""``campaigns.slurm`` in a Slurm that is made for it on this machine, and ends with it. In the long tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_jobs_end_and_go_on_as_they_should() -> None:
     before = left_behind()
     if before:
         pytest.skip(f"this machine has a Slurm of its own: {', '.join(sorted(before))}")
-    command = [ROOT / "tests" / "slurm" / "cluster.sh", sys.executable, "-m", "tests.campaigns.slurm"]
+    command = [ROOT / "tests" / "slurm" / "cluster.sh", sys.executable, "-m", "campaigns.slurm"]
     done = run_or_skip(command, "root, apt-get, unshare and overlayfs", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]

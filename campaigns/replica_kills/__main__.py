@@ -1,4 +1,4 @@
-"""python -m tests.campaigns.replica_kills [--seeds 1-20] [--script loop.py]: kills processes of replicas.
+"""python -m campaigns.replica_kills [--seeds 1-20] [--script loop.py]: kills processes of replicas.
 
 A seed draws the replicas that are killed (never all), one or all ranks of them, and when: while all train, or as soon
 as a replica has come back, when it meets the others or takes their state. Prints a line for each run, and ends with an
