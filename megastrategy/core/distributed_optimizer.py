@@ -264,11 +264,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether this rank has only a part of the state."""
         return self._impl.needs_ranks or bool(self._impl.engine.model_parallel.collectives)
 
-    @property
-    def is_of_stage(self) -> bool:
-        """Whether optimizers on other ranks have other parameters of the model."""
-        return bool(self._impl.engine.model_parallel.states)
-
     def is_cut(self, param: Parameter) -> bool:
         """Whether each rank steps a part of the parameter; not if every rank, or its owner, steps all."""
         impl = self._impl

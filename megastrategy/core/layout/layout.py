@@ -229,10 +229,6 @@ class BufferLayout:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None
 
-    def has_separate_main(self, param: int) -> bool:
-        """Whether the optimizer steps different memory than the weights."""
-        return self.params[param].has_main_param
-
     @functools.cached_property
     def main_dtype(self) -> torch.dtype:
         """The widest dtype that an optimizer steps: 16-bit parameters have fp32 main params."""
