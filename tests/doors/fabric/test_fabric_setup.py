@@ -112,7 +112,30 @@ def test_two_optimizers_of_one_model(ranks: Ranks, options: dict[str, Any], shar
     assert_like_ddp(ranks, two_optimizers, options, shared=shared)
 
 
-def one_optimizer_of_two_models() -> None:
+def one_optimizer_for_two_models(name: str, strategy_options: dict[str, Any]) -> Any:
+    fabric = make_fabric(name, strategy_options)
+    torch.manual_seed(fabric.global_rank)
+    encoder, decoder = nn.Linear(3, 5), nn.Linear(5, 1)
+    own = adamw([*encoder.parameters(), *decoder.parameters()])
+    e, d = fabric.setup_module(encoder), fabric.setup_module(decoder)
+    optimizer = fabric.setup_optimizers(own)
+    losses = []
+    for number in range(3):
+        loss = d(torch.tanh(e(torch.full((2, 3), 1.0 + number + fabric.global_rank)))).square().mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(e, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weights_of(encoder), weights_of(decoder), state_of(fabric, optimizer)
+
+
+def test_one_optimizer_of_two_models_equals_ddp(ranks: Ranks) -> None:
+    """It steps the Parameters themselves."""
+    assert_like_ddp(ranks, one_optimizer_for_two_models, ALL_REDUCE)
+
+
+def refused_optimizer_of_two_models() -> None:
     fabric = make_fabric("megatron_ddp")
     nets = nn.Linear(3, 5), nn.Linear(5, 1)
     models = [fabric.setup_module(net) for net in nets]
@@ -122,7 +145,7 @@ def one_optimizer_of_two_models() -> None:
 
 
 def test_one_optimizer_of_two_models_is_refused(ranks: Ranks) -> None:
-    ranks.run(one_optimizer_of_two_models)
+    ranks.run(refused_optimizer_of_two_models)
 
 
 # --- again, and never trained -----------------------------------------------------------------------------------------
