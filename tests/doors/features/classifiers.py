@@ -128,18 +128,6 @@ class Lazy(nn.Module):
         return self.block(features)
 
 
-def copied_after(name: str, strategy_options: dict[str, Any]) -> list[Fit]:
-    """The module after a fit, its copy, and both trained on: they share nothing."""
-    module = AwkwardModule()
-    first = fitted(name, strategy_options, module, max_epochs=1)
-    other = copy.deepcopy(module)
-    second = fitted(name, strategy_options, other, max_epochs=1)
-    kept = weights_of(module)
-    assert all(torch.equal(kept[key], value) for key, value in first.weights.items()), "the original moved"
-    third = fitted(name, strategy_options, module, max_epochs=1)
-    return [first, second, third]
-
-
 class CopyInBetween(Callback):
     """Copies the module in mid-fit and trains the copy by hand: gradients and weights of the fit must not notice."""
 
@@ -186,22 +174,6 @@ class Repoints(Callback):
 
 def repointed(name: str, strategy_options: dict[str, Any], *, hook: str) -> Fit:
     return fitted(name, strategy_options, AwkwardModule(), callbacks=[Repoints(hook)])
-
-
-class LoadsInBetween(Callback):
-    """Goes back to the weights of the first batch, in place, in mid-fit."""
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == 1:
-            self.saved = weights_of(pl_module)
-        if batch_idx == 4:
-            pl_module.load_state_dict(self.saved)
-
-
-def loading(name: str, strategy_options: dict[str, Any]) -> Fit:
-    return fitted(name, strategy_options, AwkwardModule(), callbacks=[LoadsInBetween()])
 
 
 class Freezes(Callback):

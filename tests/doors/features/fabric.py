@@ -102,11 +102,6 @@ def whole_or_not(params: Any) -> torch.optim.Optimizer:
     return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in trained if p.dim() < 2]}])
 
 
-def adafactor(params: Any) -> torch.optim.Optimizer:
-    """Keeps a number for each row and each column."""
-    return torch.optim.Adafactor([param for param in params if param.requires_grad], lr=0.02)
-
-
 def shampoo(params: Any) -> torch.optim.Optimizer:
     """Keeps lists of factors."""
     return Shampoo([param for param in params if param.requires_grad], lr=0.02)
@@ -135,12 +130,10 @@ def loop_with(name: str, strategy_options: dict[str, Any], make: Any) -> list[An
 
 RESUMED: dict[str, Callable[..., Any]] = {
     "matrices by one recipe, the rest by another, saved and resumed": whole_or_not,
-    "Adafactor, saved and resumed": adafactor,
     "Shampoo, whose state is lists, saved and resumed": shampoo,
 }
 LOOPS: dict[str, Callable[..., Any]] = {
     "matrices by one recipe, the rest by another, in a loop with Fabric": whole_or_not,
-    "Adafactor in a loop with Fabric": adafactor,
 }
 FEATURES = [
     Feature("Fabric", "`setup(model, optimizer)` and a loop", train),

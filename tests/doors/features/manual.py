@@ -252,19 +252,6 @@ class ToggledModel(TwoOptimizers):
         return sgd(adam.param_groups[0]["params"]), other
 
 
-class StepsToggledOff(TwoOptimizers):
-    """One backward for both; the second optimizer steps while its parameters are frozen by the first one's toggle."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        first, second = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        with self.toggled_optimizer(first):
-            first.step()
-            second.step()
-        first.zero_grad()
-        second.zero_grad()
-
-
 class SharedBothStep(TwoOptimizers):
     """Both optimizers hold every parameter, and step with the gradients of one backward."""
 
@@ -387,7 +374,6 @@ FEATURES = [
     ),
     row("two backwards, the first in block_backward_sync", LocalThenSynchronised),
     row("a step every third batch, block_backward_sync before", LocalOverBatches),
-    row("two backwards, both synchronised", TwiceSynchronised, rtol=1e-6, note=SEVERAL),
     row("a step every other batch, all synchronised", NoStepInOddBatches, rtol=1e-6, note=SEVERAL, often=True),
     Feature(
         "Manual optimization",
@@ -416,7 +402,6 @@ FEATURES = [
         often=True,
     ),
     row("two optimizers, not toggled", NotToggled),
-    row("an optimizer's step while its parameters are toggled off", StepsToggledOff),
     row("two optimizers over the same parameters, both step", SharedBothStep),
     row("the documentation's GAN", GAN, note=UNUSED, often=True),
     row("LBFGS", ManualLBFGS, refused=REFUSED),

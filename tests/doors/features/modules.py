@@ -23,12 +23,10 @@ from .classifiers import (
     Classifier,
     Plain,
     built_late,
-    copied_after,
     copied_during,
     fitted,
     freezing,
     joining,
-    loading,
     repointed,
     trained,
 )
@@ -49,36 +47,6 @@ class Checkpointed(nn.Module):
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         hidden = self.inputs(features)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=True)
-        return self.out(hidden)
-
-
-class Adapter(nn.Module):
-    """LoRA: a frozen linear layer plus a product of two small matrices; the second begins with zeros."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features)
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-class Adapted(nn.Module):
-    """Adapters on a frozen model with activation checkpoints; the first block's input must require gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(NUM_TOKENS, 5).requires_grad_(False)
-        self.inputs = Adapter(nn.Linear(5, WIDTH))
-        self.blocks = nn.ModuleList(nn.Sequential(Adapter(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(2))
-        self.out = Adapter(nn.Linear(WIDTH, NUM_TOKENS))
-
-    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        hidden = (features + self.embed(tokens)).requires_grad_()
-        for block in (self.inputs, *self.blocks):
             hidden = checkpoint(block, hidden, use_reentrant=True)
         return self.out(hidden)
 
@@ -205,38 +173,6 @@ class Sparse(nn.Module):
         return self.out(self.embed(torch.stack([tokens, tokens, (tokens + 1) % NUM_TOKENS])).sum(0))
 
 
-class Containers(nn.Module):
-    """ParameterList and ParameterDict, a layer under two names, and a weight shared by two modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.list = nn.ParameterList([torch.randn(5, WIDTH), torch.zeros(WIDTH)])
-        self.dict = nn.ParameterDict({"out": torch.randn(WIDTH, NUM_TOKENS), "scalar": torch.tensor(0.5)})
-        self.first = self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
-        self.third.weight = self.first.weight
-
-    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        hidden = torch.tanh(features @ self.list[0] + self.list[1])
-        hidden = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(hidden))))))
-        return hidden @ self.dict["out"] * self.dict["scalar"]
-
-
-class ChannelsLast(nn.Module):
-    """Convolutions whose weights are in memory with the channels last, which decides how their gradients lie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.Sequential(nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, (3, 2)))
-        self.out = nn.Linear(32, NUM_TOKENS)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        assert self.convs[0].weight.is_contiguous(memory_format=torch.channels_last)
-        image = features[:, :, None, None] * torch.arange(12.0).reshape(4, 3)
-        return self.out(self.convs(image.contiguous(memory_format=torch.channels_last)).flatten(1))
-
-
 class Recurrent(nn.Module):
     """An LSTM, which keeps a list of its weights, and a transformer layer, which has a fast path in evaluation."""
 
@@ -341,27 +277,16 @@ FEATURES = [
         _with(build=Checkpointed, all_used=True),
         note='under "ddp" with `find_unused_parameters=False` only',
     ),
-    Feature(
-        AREA,
-        "adapters on a frozen model, re-entrant checkpoints",
-        trained,
-        _with(build=Adapted, all_used=True),
-        note='under "ddp" with `find_unused_parameters=False` only',
-    ),
     Feature(AREA, "sync_batchnorm", synced, note="with a LayerSync for the CPU, which torch's SyncBatchNorm refuses"),
     Feature(AREA, "configure_model", built_late),
-    Feature(AREA, "deepcopy after a fit, both trained on", copied_after),
     Feature(AREA, "deepcopy during a fit, trained by hand", copied_during, often=True),
     Feature(AREA, "`param.data = x` after a batch", repointed, _with(hook="batch end"), often=True),
     Feature(AREA, "`param.data = x` after backward", repointed, _with(hook="after backward")),
-    Feature(AREA, "load_state_dict in mid-fit", loading),
     Feature(AREA, "a layer frozen in mid-fit", freezing, _with(thaws=False)),
     Feature(AREA, "a layer frozen in mid-fit, and trained again", freezing, _with(thaws=True)),
     Feature(AREA, "add_param_group in mid-fit", joining, often=True),
     Feature(AREA, "parameters without elements", trained, _with(build=WithEmpty)),
     Feature(AREA, "sparse embeddings, SGD, few equal ids", trained, _with(build=Sparse, optimizer=sgd)),
-    Feature(AREA, "ParameterList, ParameterDict, layers and weights used twice", trained, _with(build=Containers)),
-    Feature(AREA, "channels_last", trained, _with(build=ChannelsLast)),
     Feature(AREA, "LSTM and transformer layer", trained, _with(build=Recurrent), often=True),
     Feature(AREA, "weight_norm, spectral_norm, orthogonal", trained, _with(build=Parametrised)),
     Feature(AREA, "hooks on modules and parameters", hooked, often=True),

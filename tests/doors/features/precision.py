@@ -219,12 +219,6 @@ def own_plugin(name: str, strategy_options: dict[str, Any], **options: Any) -> t
     return result, plugin.calls
 
 
-def own_plugin_in_bf16(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[str]]:
-    """The plugin casts the weights, as transformer-engine's does where it is given a ``weights_dtype``."""
-    plugin = EngineLikePrecision(torch.bfloat16)
-    return sixteen_bit(name, strategy_options, plugins=[plugin]), plugin.calls
-
-
 NORM = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
 VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 BY_HAND = '`"ddp"` with fp32 main params written by hand; `grad_reduce_in_fp32=False` here, as under `"ddp"`'
@@ -240,7 +234,6 @@ FEATURES = [
     Feature("Precision", "16-mixed, inf on one rank only, clipped by value", scaled, {"kind": Overflows, **VALUE}),
     Feature("Precision", "16-mixed, inf for one of two optimizers", scaled, {"kind": TwoScaled}, often=True),
     Feature("Precision", "16-mixed, accumulate_grad_batches", scaled, {"accumulate_grad_batches": 3}),
-    Feature("Precision", "replaced layers, contexts, converted input, bf16 weights", own_plugin_in_bf16, note=BY_HAND),
     Feature(
         "Precision",
         "replaced layers, contexts, converted input, overridden step and clipping",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
@@ -21,23 +21,12 @@ from tests.support.comparison import message
 from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
+from ..model_parallel_fits import IGNORED, NUM_SEQUENCES, assert_close, part_of_loss, read, sequence_data, sgd
 from ..rank_processes import Ranks
 from . import test_lightning_experts as experts
 from . import test_lightning_tensor_parallel as tensor
-from .test_lightning_tensor_parallel import read
 
-RANKS, LENGTH, SAMPLES, EPOCHS = 4, 8, 8, 2
-IGNORED = sequences.IGNORED
-
-
-def dataset() -> TensorDataset:
-    """One sequence a sample, each with another number of labels: some have none in their second half."""
-    generator = torch.Generator().manual_seed(3)
-    ids, labels = torch.randint(11, (2, SAMPLES, LENGTH), generator=generator)
-    for sample in range(SAMPLES):
-        labels[sample, 1 : 1 + sample % 4] = IGNORED
-        labels[sample, LENGTH // (1 + sample % 2) :] = IGNORED
-    return TensorDataset(ids, labels)
+RANKS, EPOCHS = 4, 2
 
 
 class LitAttention(pl.LightningModule):
@@ -47,25 +36,15 @@ class LitAttention(pl.LightningModule):
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        ids, labels = self.part_of(batch)
-        self.seen.append(ids.tolist())
-        group = self.device_mesh["context_parallel"].get_group()
-        logits = self.model(ids, lambda part: sequences._Gathered.apply(part, group))
-        loss, num_tokens = sequences.mean_loss(logits, labels)
+        mesh = self.device_mesh["context_parallel"]
+        self.seen.append(batch[0][0].chunk(mesh.size())[mesh.get_local_rank()].tolist())
+        loss, num_tokens = part_of_loss(self.model, batch, mesh)
         self.trainer.strategy.loss_tokens(num_tokens)  # its own, of its part
         self.log("labels", float(num_tokens), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
 
-    def part_of(self, batch: list[Tensor]) -> list[Tensor]:
-        size, rank = self.device_mesh["context_parallel"].size(), self.device_mesh.get_local_rank("context_parallel")
-        return [whole[0].chunk(size)[rank] for whole in batch]
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sgd(self)
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)  # AdamW would hide wrong factors
 
 
 def fit(options: dict[str, Any], path: Path | None, accumulate: int = 1, resume: Path | None = None) -> dict[str, Any]:
@@ -76,7 +55,7 @@ def fit(options: dict[str, Any], path: Path | None, accumulate: int = 1, resume:
         gradient_clip_val=0.1,
         accumulate_grad_batches=accumulate,
     )
-    trainer.fit(module, DataLoader(dataset(), shuffle=True), ckpt_path=resume)
+    trainer.fit(module, DataLoader(sequence_data(), shuffle=True), ckpt_path=resume)
     trainer.save_checkpoint(str(path))
     weights = {name: value.detach().clone() for name, value in module.model.state_dict().items()}
     names = module.device_mesh.mesh_dim_names
@@ -85,7 +64,7 @@ def fit(options: dict[str, Any], path: Path | None, accumulate: int = 1, resume:
 
 def train_alone(dp: int, accumulate: int) -> dict[str, Tensor]:
     """On the same batches, in torch alone, with the mean over all labels of a step."""
-    module, data = sequences.Attention(), dataset()
+    module, data = sequences.Attention(), sequence_data()
     optimizer = sgd(module)
     samplers = [DistributedSampler(data, dp, rank, shuffle=True) for rank in range(dp)]
     for epoch in range(EPOCHS):
@@ -110,15 +89,15 @@ def test_parts_of_a_sequence_train_as_one_process(
 ) -> None:
     expected = train_alone(RANKS // cp, accumulate)
     together = mesh.run(fit, {"context_parallel_size": cp, **options}, tmp_path / "saved", accumulate)
-    num_labels = sum(int((labels != IGNORED).sum()) for _, labels in dataset())
+    num_labels = sum(int((labels != IGNORED).sum()) for _, labels in sequence_data())
     for rank, own in enumerate(together):
         assert own["mesh"] == ("data_parallel", "context_parallel")
         assert own["labels"] == num_labels, "each once"
         torch.testing.assert_close(own["weights"], expected, rtol=0.0, atol=1e-6)
-        assert len(own["seen"]) == EPOCHS * SAMPLES * cp // RANKS
+        assert len(own["seen"]) == EPOCHS * NUM_SEQUENCES * cp // RANKS
         first = rank - rank % cp
         for parts in zip(*(each["seen"] for each in together[first : first + cp]), strict=True):
-            assert [*itertools.chain(*parts)] in dataset().tensors[0].tolist(), "one sequence for a context group"
+            assert [*itertools.chain(*parts)] in sequence_data().tensors[0].tolist(), "one sequence for a context group"
     saved = {f"model.{name}": value for name, value in expected.items()}
     torch.testing.assert_close(dict(read(tmp_path / "saved")["state_dict"]), saved, rtol=0.0, atol=1e-6)
 
@@ -158,7 +137,7 @@ def test_parts_of_sequences_and_layers_train(one_rank: Ranks, mesh: Ranks, tmp_p
         assert losses == pytest.approx([expected] * RANKS, rel=1e-5)
         one, four = (read(tmp_path / f"{who} {epochs}") for who in ("alone", "mesh"))
         for part in ("state_dict", "optimizer_states"):
-            tensor.assert_close(four[part], one[part], part)
+            assert_close(four[part], one[part], part)
 
 
 class LitExpertsOfParts(experts.LitExperts):
@@ -194,7 +173,7 @@ def test_experts_are_divided_over_context_ranks_too(mesh: Ranks) -> None:
 
 def refusals() -> dict[str, str]:
     def fit_with(**options: Any) -> Any:
-        make_trainer(MegatronDDPStrategy(**options), max_epochs=1).fit(LitAttention(), DataLoader(dataset()))
+        make_trainer(MegatronDDPStrategy(**options), max_epochs=1).fit(LitAttention(), DataLoader(sequence_data()))
 
     return {
         "zero": message(ValueError, lambda: MegatronDDPStrategy(context_parallel_size=0)),

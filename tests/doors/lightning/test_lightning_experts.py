@@ -25,14 +25,10 @@ from tests.support.experts import Model
 from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
+from ..model_parallel_fits import assert_close, num_chunks, read
 from ..rank_processes import Ranks
-from .test_lightning_tensor_parallel import num_chunks, read
 
 RANKS, BATCH_SIZE, STEPS = 4, 4, 3
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0.0, atol=2e-6)
 
 
 class LitExperts(pl.LightningModule):

@@ -19,8 +19,8 @@ from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, mak
 from tests.support.tensor_parallel import adamw
 
 from ..fits import make_trainer
+from ..model_parallel_fits import assert_close, read
 from ..rank_processes import Ranks
-from .test_lightning_tensor_parallel import assert_close, read
 
 CASE = Case((2, 4), frozen="middle", tied=True)
 BATCH_SIZE = SAMPLES // 2

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -27,6 +26,7 @@ from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
 from ..fits import make_trainer
+from ..model_parallel_fits import assert_close, num_chunks, read
 from ..rank_processes import Ranks
 
 BATCH_SIZE = 2
@@ -84,28 +84,6 @@ def fit(
 
 def fit_on_mesh(folder: str, epochs: int, resume: str | None, **options: Any) -> dict[str, Any]:
     return fit(MegatronDDPStrategy(tensor_parallel_size=2, **options), 4, BATCH_SIZE, folder, epochs, resume)
-
-
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path, weights_only=True)
-    return found
-
-
-def assert_close(actual: Any, expected: Any, where: str = "") -> None:
-    """Nested values: tensors of one shape and dtype, within 1e-6; anything else equal."""
-    if isinstance(expected, Tensor):
-        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), where
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_close(actual[key], value, f"{where} {key}")
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected), where
-        for number, value in enumerate(expected):
-            assert_close(actual[number], value, f"{where} {number}")
-    else:
-        assert actual == expected, where
 
 
 def test_mesh_trains_saves_and_resumes_as_one_process(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
@@ -166,10 +144,6 @@ def test_directory_is_that_of_one_process(one_rank: Ranks, mesh: Ranks, director
     mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
     resumed = read(tmp_path / "4 devices, 2 epochs.ckpt")["state_dict"]
     assert_close(resumed, expected["state_dict"], "from one process")
-
-
-def num_chunks(directory: Path, name: str) -> int:
-    return len(FileSystemReader(directory).read_metadata().state_dict_metadata[name].chunks)
 
 
 def fit_in_one_process(folder: str, epochs: int, resume: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from megastrategy.errors import LossTokensError
-from tests.support.ragged_tokens import VOCABULARY, TokenModel, assert_close, batch, count, token_model, train_on_all
+from tests.support.ragged_tokens import TokenModel, assert_close, batch, count, token_model, train_on_all
 
 from ..accelerate_loops import Worlds, make_accelerator, weights_of
 from ..fabric_loops import make_fabric
@@ -250,24 +250,15 @@ class Logits(nn.Module):
         return {"logits": self.model.logits(input_ids, 0)}
 
 
-def make_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(3)
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
-
-
 def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
     return F.cross_entropy(outputs["logits"], labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, microbatches: int) -> dict[str, Tensor]:
+def train_with_transformers(mode: dict[str, Any], folder: Path, microbatches: int) -> dict[str, Tensor]:
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     with accelerators_of("megatron_ddp", mode):
-        module = make_gpt2() if kind == "gpt2" else Logits()
+        module = Logits()
         arguments = TrainingArguments(
             str(folder),
             per_device_train_batch_size=2,
@@ -283,17 +274,16 @@ def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, micro
             disable_tqdm=True,
             report_to=[],
         )
-        options = {} if kind == "gpt2" else {"compute_loss_func": loss_of}
-        trainer = Trainer(module, arguments, train_dataset=Samples(), **options)
+        trainer = Trainer(module, arguments, train_dataset=Samples(), compute_loss_func=loss_of)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         assert trainer.state.global_step == STEPS
         return weights_of(module)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("gpt2", "reduce-scatter"), ("compute_loss_func", "all-reduce")])
-def test_transformers_averages_by_tokens_itself(worlds: Worlds, mode: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_transformers_averages_by_tokens_itself(worlds: Worlds, mode: str, tmp_path: Path) -> None:
     """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: it does not call us."""
-    [alone] = worlds.run(train_with_transformers, kind, {}, tmp_path, 6, size=1)
-    for weights in worlds.run(train_with_transformers, kind, MODES[mode], tmp_path, 3):
+    [alone] = worlds.run(train_with_transformers, {}, tmp_path, 6, size=1)
+    for weights in worlds.run(train_with_transformers, MODES[mode], tmp_path, 3):
         assert_close(weights, alone, 1e-6)
