@@ -299,8 +299,4 @@ BEYOND = [
         "standstill",
         "lightning/test_changes_in_a_fit.py::test_replaced_parameters_are_refused_by_name",
     ),
-    Beyond(
-        "sparse embeddings with any optimizer, Adam among them",
-        "lightning/test_changes_in_a_fit.py::test_adam_trains_sparse_embeddings_as_dense",
-    ),
 ]

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.doors.features.classifiers import Classifier, Lazy, Plain, fitted, trained, wrap_again
-from tests.doors.features.modules import Sparse
+from tests.doors.features.classifiers import Classifier, Lazy, Plain, fitted, wrap_again
 from tests.doors.features.watched_fits import Watched, watched
 from tests.support.comparison import assert_equal
 
 from ..fits import (
     NUM_TOKENS,
     Fit,
-    assert_same_fit,
     assert_same_tensors,
     fit,
     loader,
@@ -78,32 +76,6 @@ def test_uninitialised_lazy_module_is_refused_by_name(ranks: Ranks) -> None:
     """Under "ddp" the same, without the name."""
     for outcome in ranks.outcomes(fit_lazy, "megatron_ddp"):
         assert_failed(outcome, "parameter 'net.block.0.weight' is uninitialised", kind="ValueError")
-
-
-# --- sparse gradients ------------------------------------------------------------------------------------------------
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=1e-2)
-
-
-class Dense(Sparse):
-    """The same, with dense gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.sparse = False
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_adam_trains_sparse_embeddings_as_dense(ranks: Ranks, mode: str) -> None:
-    """Gradients accumulate in a dense buffer, so every optimizer takes them; torch's Adam refuses sparse ones."""
-    for outcome in ranks.outcomes(trained, "ddp", {}, build=Sparse, optimizer=adam):
-        assert_failed(outcome, "Adam does not support sparse gradients")
-    theirs = ranks.run(trained, "ddp", {}, build=Dense, optimizer=adam)
-    ours = ranks.run(trained, "megatron_ddp", MODES[mode], build=Sparse, optimizer=adam)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_fit(mine, other)
 
 
 # --- finetuning ------------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy.core import OpenDirectory
 from megastrategy.tools.conversion import consolidate
 from tests.support.comparison import message
 from tests.support.experts import Model
 from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
-from ..model_parallel_fits import assert_close, num_chunks, read
+from ..model_parallel_fits import assert_close, read
 from ..rank_processes import Ranks
 
 RANKS, BATCH_SIZE, STEPS = 4, 4, 3
@@ -182,18 +181,6 @@ def written(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write
 
 
-@pytest.mark.long
-def test_directory_is_what_one_process_saves(
-    written: Written, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    expected = read(alone[0] / "1")
-    for name, chunks in (("ep2+", 2), ("ep4+", 4)):
-        assert num_chunks(written(name), "model.model.layers.0.up") == chunks, "each expert rank writes its part"
-        assert_close(OpenDirectory(written(name)).read("model"), dict(expected["state_dict"]))
-        consolidate(written(name), tmp_path / name)
-        assert_close(read(tmp_path / name)["optimizer_states"], expected["optimizer_states"])
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -258,7 +245,7 @@ def test_losses_of_tokens_train_as_their_mean(mesh: Ranks) -> None:
         assert_close(weights, expected)
 
 
-# --- callbacks, precisions, meta, exceptions -------------------------------------------------------------------------
+# --- callbacks, precisions, exceptions -------------------------------------------------------------------------------
 
 
 def fit_beside(
@@ -298,31 +285,6 @@ def test_stochastic_averages_of_parts_are_refused(mesh: Ranks) -> None:
     for text in mesh.run(fit_stochastic):
         assert text.startswith("StochasticWeightAveraging with ranks that share a model")
         assert "Use WeightAveraging" in text
-
-
-class MadeOnMeta(LitExperts):
-    def on_train_start(self) -> None:
-        self.held = {
-            name: tuple(getattr(param, "_local_tensor", param).shape) for name, param in self.model.named_parameters()
-        }
-        with torch.no_grad():
-            for param in self.model.parameters():
-                getattr(param, "_local_tensor", param).fill_(0.1)
-
-
-def fit_from_meta() -> dict[str, Any]:
-    trainer = make_trainer(MegatronDDPStrategy(**EP2), max_epochs=1)
-    with trainer.init_module(empty_init=True):
-        module = MadeOnMeta()
-    assert all(param.is_meta for param in module.parameters())
-    trainer.fit(module, loader(RANKS))
-    return module.held
-
-
-def test_module_on_meta_gets_memory_for_its_experts(mesh: Ranks) -> None:
-    for rank, held in enumerate(mesh.run(fit_from_meta)):
-        assert held["layers.0.up"] == (HELD["ep2"][rank], 8, 12)
-        assert held["head.weight"] == (3, 8)
 
 
 class RaisesInStep(LitExperts):

@@ -131,12 +131,6 @@ def fit_into_a_file(path: Path) -> str:
     return message(CheckpointError, lambda: fit("megatron_ddp", **options))
 
 
-def resume_from_empty(path: str) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        resume("megatron_ddp", path)
-    return str(raised.value)
-
-
 def save_after_a_fit(path: Path, plugins: tuple[Any, ...] = ()) -> dict[str, Any]:
     """The weights that are saved on this rank; a save in the background is complete when it returns here."""
     trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type="sharded"), max_epochs=1, plugins=[*plugins])
