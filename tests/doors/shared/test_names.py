@@ -209,6 +209,7 @@ def refused(ask, *words):
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_old_accelerate_is_refused(tmp_path: Path) -> None:
     code = """
