@@ -65,7 +65,7 @@ DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabri
   tests/doors/accelerate/test_accelerate.py
 nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group nightly
-	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
+	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" tests campaigns/kills $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
 	done; done

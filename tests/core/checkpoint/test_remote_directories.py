@@ -247,6 +247,6 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(url: str) -> None:
 def test_so_it_is_in_s3(tmp_path: Path) -> None:
     """Or in what answers as it does: moto's server, by way of s3fs. 300 MB to install, and five minutes."""
     python = python_with(tmp_path, "s3fs", "moto[server,s3]", imports="s3fs")
-    command = [python, "-m", "tests.campaigns.kills.s3", str(tmp_path)]
+    command = [python, "-m", "campaigns.kills.s3", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""``python -m tests.campaigns.kills.s3 FOLDER``: what the tests of object stores do, against moto's S3 by way of s3fs.
+"""``python -m campaigns.kills.s3 FOLDER``: what the tests of object stores do, against moto's S3 by way of s3fs.
 
 Saves are cut off at each of their operations, and ranks are killed at random moments, as they are there.
 """
