@@ -62,6 +62,18 @@ class FailureWatch:
         with contextlib.suppress(torch.distributed.DistNetworkError):
             ends.set(f"{ends.add('num', 1) - 1}", end)  # type: ignore[arg-type]  # takes bytes
 
+    def ended_run(self) -> str:
+        """Returns which rank has ended its run before a collective that this rank has started; empty if none has."""
+        name = self._name()
+        if name == self._ended:
+            return ""
+        # The process that has the store may be the one that has ended.
+        with contextlib.suppress(RuntimeError):
+            for group, collectives in self._groups.items():
+                if reason := self._ended_early(name, group, collectives.progress.num_started):
+                    return reason
+        return ""
+
     def _why_in_vain(self, group: str, what: str, number: int) -> str:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()

@@ -27,6 +27,11 @@ def end_run(run: str) -> None:
         _state().failure_watch.end_run(run)
 
 
+def ended_run() -> str:
+    """Returns which rank has ended its run before a collective that this rank has started; empty if none has."""
+    return _state().failure_watch.ended_run()
+
+
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None

@@ -32,7 +32,7 @@ from .._checkpoints.directories import (
     remove_directory,
 )
 from .._faults.interfaces import add_way_out
-from .._faults.process_collectives import begin_setup, count_exception, end_run, exception_name
+from .._faults.process_collectives import begin_setup, count_exception, end_run, ended_run, exception_name
 from .._faults.recovery import PATIENCE, ended_process, first_failure, join_setup, report_failure
 from .._replicas import Replicas
 from .._unsharded_optimizers import UnshardedOptimizers
@@ -464,9 +464,10 @@ class TrainerStrategy(_Base):
         """Reports which rank failed first, and why; the next fit gets a new group."""
         self._replicas.leave(exception)
         first = report_failure(exception_name(), exception, leaves=True)
-        if not first and isinstance(exception, CollectiveError):
-            first = ended_process()
-        if first:
+        if isinstance(exception, CollectiveError):
+            # The process of a rank that has ended its run may be gone before its end is noticed.
+            first = ended_run() or first or ended_process()
+        if first and first not in str(exception):
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
         self._checked.give_up()

@@ -126,8 +126,8 @@ class RankCheck:
             outcome = self._outcome(_Place(self.rank, self._next_key(what), self._place, what), deadline, probe)
         if outcome != _COMPLETE:
             raise NotOnAllRanksError(
-                f"rank {self.rank}: {what} is spread over the ranks and has to be called on all of them, but "
-                f"{outcome}. {remedy}"
+                f"rank {self.rank}: {what} is spread over the ranks and has to be called on all of them, after the "
+                f"same number of batches, but {outcome}. {remedy}"
             )
 
     def report_waiting(self, what: str, collective: int) -> None:

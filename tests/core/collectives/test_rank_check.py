@@ -63,8 +63,8 @@ def call_on_one_rank(caller: int) -> list[float]:
     for call in (state_dict, main_params):
         training = Training()
         message = (
-            rf"rank {caller}: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but "
-            + ELSEWHERE[caller]
+            rf"rank {caller}: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, "
+            r"after the same number of batches, but " + ELSEWHERE[caller]
         )
         start = time.monotonic()
         if dist.get_rank() == caller:

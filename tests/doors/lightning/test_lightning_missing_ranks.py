@@ -51,10 +51,13 @@ def test_batch_left_out_by_a_rank_ends_all_at_timeout(ranks: Ranks) -> None:
 
 
 class Batches(IterableDataset[Tensor]):
-    """One batch more on rank 1."""
+    """One batch of 4 more on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
     def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(16 + 4 * torch.distributed.get_rank()):
+        for _ in range(16 + 4 * (torch.distributed.get_rank() == self.rank)):
             yield torch.ones(8)
 
 
@@ -78,7 +81,7 @@ class StopsEarly(pl.LightningModule):
 
 def fit_ending_early(stops: bool) -> str:
     """Returns the error, or an empty string."""
-    data = DataLoader(torch.ones(32, 8), batch_size=4) if stops else DataLoader(Batches(), batch_size=4)
+    data = DataLoader(torch.ones(32, 8), batch_size=4) if stops else DataLoader(Batches(rank=1), batch_size=4)
     try:
         make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops), data)
     except CollectiveError as error:
@@ -94,6 +97,22 @@ def test_fit_ending_early_on_a_rank_is_named(ranks: Ranks, stops: bool, num_step
     assert f"rank 0 has ended its fit after {num_steps} steps, and this rank goes on" in waited
     assert "should_stop" in waited
     assert "drop_last" in waited
+
+
+def fit_fewer_batches_and_exit() -> str:
+    """Returns rank 0's error with its notes; the process of rank 1 ends after its fit."""
+    try:
+        fit_batches = DataLoader(Batches(rank=0), batch_size=4)
+        make_trainer(make_strategy("megatron_ddp"), max_epochs=1).fit(StopsEarly(stops=False), fit_batches)
+    except CollectiveError as error:
+        return " ".join([str(error), *getattr(error, "__notes__", [])])
+    os._exit(0)
+
+
+def test_fit_ending_early_with_its_process_is_named(ranks: Ranks) -> None:
+    """A script is over after its fit: the connection ends before anybody has looked for the reason."""
+    waited, _ = ranks.outcomes(fit_fewer_batches_and_exit)
+    assert "rank 1 has ended its fit after 4 steps, and this rank goes on" in waited
 
 
 class OutlivesTheStore(pl.Callback):
