@@ -57,7 +57,7 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
-def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> None:
+def test_instances_must_be_a_positive_integer(value: object) -> None:
     with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):
         DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ def test_gradients_have_one_of_two_places(value: object) -> None:
         DistributedDataParallelConfig(grad_buffer=value)  # type: ignore[arg-type]
 
 
-def test_contradictions_name_both_fields_and_the_remedy() -> None:
+def test_contradictions_name_both_fields() -> None:
     with pytest.raises(ValueError, match=r"grad_buffer='pooled' contradicts use_distributed_optimizer=False.*Pass one"):
         DistributedDataParallelConfig(grad_buffer="pooled", use_distributed_optimizer=False)
     with pytest.raises(ValueError, match=r"use_contiguous_buffers=False contradicts use_distributed_optimizer=True"):
@@ -125,9 +125,7 @@ def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:
 @pytest.mark.parametrize(
     ("ours", "ddps", "size"), [(100, None, 100), (None, 1, 2**18), (None, None, None)], ids=["ours", "ddps", "neither"]
 )
-def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
-    ours: int | None, ddps: float | None, size: int | None
-) -> None:
+def test_none_leaves_bucket_size_to_the_other_name(ours: int | None, ddps: float | None, size: int | None) -> None:
     """Code that follows a signature passes defaults too, in any order."""
     by_name = {"bucket_size": ours, "bucket_cap_mb": ddps}
     for names in (["bucket_size", "bucket_cap_mb"], ["bucket_cap_mb", "bucket_size"]):

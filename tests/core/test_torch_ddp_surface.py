@@ -69,5 +69,5 @@ def _be_refused() -> None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-def test_names_without_a_meaning_are_refused_with_the_way_out() -> None:
+def test_meaningless_names_are_refused() -> None:
     run_processes(2, _be_refused)

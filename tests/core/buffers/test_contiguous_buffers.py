@@ -64,7 +64,7 @@ def test_old_values_of_a_view_are_in_no_later_gradient(mode: str) -> None:
     run_ranks(2, run)
 
 
-def test_microbatches_are_added_to_the_first_that_brought_one() -> None:
+def test_microbatches_are_added_to_the_first_grad() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module, model, optimizer = wrap(group)
         model(X).backward()
@@ -79,29 +79,6 @@ def test_microbatches_are_added_to_the_first_that_brought_one() -> None:
             twice = model.full_grad(module.second.weight)
             assert twice is not None
             assert torch.equal(twice, 2 * once)
-        model.close()
-
-    run_ranks(2, run)
-
-
-def test_a_hook_of_the_users_changes_what_is_copied() -> None:
-    """It runs before ours where it was registered before the model was wrapped."""
-
-    def triple(param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad.mul_(3.0)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = nn.Linear(20, 20)
-        module.weight.register_post_accumulate_grad_hook(triple)
-        model = DistributedDataParallel(module, process_group=group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.0), model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 20)).sum().backward()
-            grad = model.full_grad(module.weight)
-            assert grad is not None
-            assert torch.equal(grad, torch.full((20, 20), 3.0))
         model.close()
 
     run_ranks(2, run)

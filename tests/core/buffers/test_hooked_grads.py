@@ -45,8 +45,15 @@ def halve(param: Tensor) -> None:
         param.grad.mul_(0.5)
 
 
-@pytest.mark.parametrize("registered", ["after the wrapping", "after a step", "before a backward"])
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}])
+@pytest.mark.parametrize(
+    ("options", "registered"),
+    [
+        ({}, "after the wrapping"),
+        ({"use_distributed_optimizer": False}, "after a step"),
+        ({"grad_buffer": "pooled"}, "before a backward"),
+    ],
+    ids=str,
+)
 def test_late_grad_hooks_change_what_is_sent(options: dict[str, Any], registered: str) -> None:
     def program(model: Any, net: Net, optimizer: Any, rank: int) -> list[Tensor]:
         def register() -> None:

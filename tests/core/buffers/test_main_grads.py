@@ -3,7 +3,6 @@ do with a fused kernel: the same bits as where autograd adds them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import MainGradError
-from megastrategy.core.events import EventKind
 from tests.support.data_path import grads_of
 from tests.support.ranks import run_ranks
 
@@ -119,26 +117,21 @@ def train(
     return run_ranks(size, run)
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "options",
+    ("dtype", "size", "options"),
     [
-        {},
-        {"accumulate": 3},
-        {"zero_every": 2},
-        {"accumulate": 3, "overlap_grad_reduce": False},
-        WHOLE,
-        {**WHOLE, "accumulate": 3, "zero_every": 2},
-        {"overlap_param_gather": True, "accumulate": 2},
-        {"grad_wire_dtype": "bf16", "accumulate": 2},
+        (torch.float32, 1, {}),
+        (torch.bfloat16, 2, {"accumulate": 3}),
+        (torch.float32, 3, {"zero_every": 2}),
+        (torch.float32, 1, {"accumulate": 3, "overlap_grad_reduce": False}),
+        (torch.float32, 1, {"use_distributed_optimizer": False}),
+        (torch.float32, 1, {"use_distributed_optimizer": False, "accumulate": 3, "zero_every": 2}),
+        (torch.float32, 1, {"overlap_param_gather": True, "accumulate": 2}),
+        (torch.float32, 1, {"grad_wire_dtype": "bf16", "accumulate": 2}),
     ],
     ids=str,
 )
-def test_equal_to_the_bit_to_layers_whose_gradients_autograd_adds(
-    dtype: torch.dtype, size: int, options: dict[str, Any]
-) -> None:
+def test_main_grad_equals_autograd_to_the_bit(dtype: torch.dtype, size: int, options: dict[str, Any]) -> None:
     """The first backward moves everything to other buckets, so the place is another from the second on."""
     fused, plain = (train(kind, size, dtype, **options) for kind in (Fused, Plain))
     for rank in range(size):
@@ -146,7 +139,7 @@ def test_equal_to_the_bit_to_layers_whose_gradients_autograd_adds(
             assert torch.equal(fused[rank][name], value), f"rank {rank}: {name}"
 
 
-def test_main_grad_has_the_gradients_dtype_until_the_model_is_closed() -> None:
+def test_main_grad_has_grad_dtype_until_close() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _ = wrap(group, Fused, torch.bfloat16)
         net: Any = model.module
@@ -217,7 +210,7 @@ def raises_in_backward(model: DistributedDataParallel, net: Any, when: str, rank
         hook.remove()
 
 
-def test_a_loss_of_an_inner_layer_that_comes_first_is_refused() -> None:
+def test_inner_loss_with_main_grad_is_refused() -> None:
     """A loss that a layer keeps for the training loop, as in a mixture of experts, may be the first of a backward."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -232,7 +225,7 @@ def test_a_loss_of_an_inner_layer_that_comes_first_is_refused() -> None:
     run_ranks(1, run)
 
 
-def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
+def test_second_main_grad_of_sent_bucket_is_refused() -> None:
     """The kernel has added it to memory that is being sent."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -258,7 +251,7 @@ def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
     run_ranks(2, run)
 
 
-def test_a_loss_that_is_no_output_of_the_forwards_is_refused() -> None:
+def test_raw_loss_with_main_grad_is_refused() -> None:
     """No hook ran before the layer's kernel did; and a bias's hook may run before the kernel."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -275,58 +268,9 @@ def test_a_loss_that_is_no_output_of_the_forwards_is_refused() -> None:
     [{"grad_buffer": "pooled"}, {"use_contiguous_buffers": False, "overlap_grad_reduce": False, **WHOLE}],
     ids=str,
 )
-def test_without_a_place_the_layer_is_refused_at_the_wrapping(options: dict[str, Any]) -> None:
+def test_main_grad_without_buffer_is_refused(options: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"'first.weight': its layer adds .* grad_buffer=\"contiguous\""):
             wrap(group, Fused, **options)
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("options", [{}, WHOLE, {"grad_wire_dtype": "fp16"}], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_counted_losses_have_the_bits_of_a_plain_layer(size: int, options: dict[str, Any]) -> None:
-    """Also those of a rank without tokens, whose loss is not finite."""
-
-    def train_on(kind: type[nn.Linear]) -> list[dict[str, Tensor]]:
-        def run(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
-            model, optimizer = wrap(group, kind, **options)
-            for step in range(3):
-                optimizer.zero_grad()
-                for microbatch in range(2):
-                    number = 2 * step + microbatch
-                    with model.no_sync() if microbatch == 0 else contextlib.nullcontext():
-                        loss = model(batch(rank, number, torch.float32), number % 3 != 1)
-                        if rank == 0 and number == 3:
-                            model.weigh_by_tokens(loss / loss.detach().mul(0.0), 0).backward()
-                        else:
-                            model.weigh_by_tokens(loss, 1 + 7 * rank + number).backward()
-                optimizer.clip_grad_norm_(0.1)
-                optimizer.step()
-            model.close()
-            return {name: value.clone() for name, value in model.module.state_dict().items()}
-
-        return run_ranks(size, run)
-
-    for ours, plain in zip(train_on(Fused), train_on(Plain), strict=True):
-        assert all(value.isfinite().all() for value in plain.values())
-        assert all(torch.equal(ours[name], value) for name, value in plain.items())
-
-
-def test_buckets_are_sent_while_the_backward_goes_on() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        events: list[tuple[EventKind, int]] = []
-        config = DistributedDataParallelConfig(bucket_size=1500)
-        net = Net(Fused, torch.float32)
-        model = DistributedDataParallel(
-            net, config, group, listener=lambda event: events.append((event.kind, event.index))
-        )
-        model(batch(rank, 0, torch.float32)).backward()
-        events.clear()
-        model(batch(rank, 1, torch.float32)).backward()
-        first = next(i for i, (kind, _) in enumerate(events) if kind is EventKind.REDUCE_START)
-        last = max(i for i, (kind, _) in enumerate(events) if kind is EventKind.GRAD_READY)
-        assert first < last
-        model.close()
 
     run_ranks(2, run)

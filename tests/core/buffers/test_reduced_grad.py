@@ -3,7 +3,6 @@ and a drop is noticed."""
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import ParameterChangedError, ReducedGradError
+from megastrategy.core.errors import ReducedGradError
 from tests.support.ranks import run_ranks
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -123,7 +122,7 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 
 @sharded
-def test_computing_with_grad_names_the_parameter_and_the_way_out(options: dict[str, Any]) -> None:
+def test_reading_reduced_grad_names_the_way_out(options: dict[str, Any]) -> None:
     def look(model: DistributedDataParallel, net: Net) -> dict[str, str]:
         messages = {}
         for name, read in READERS.items():
@@ -143,8 +142,15 @@ def test_computing_with_grad_names_the_parameter_and_the_way_out(options: dict[s
             assert ("megastrategy.GradScaler" in message) is not clips, name
 
 
-@sharded
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        pytest.param(SHARDED["contiguous"], torch.float32, id="contiguous-fp32"),
+        pytest.param(SHARDED["forward"], torch.float32, id="forward-fp32"),
+        pytest.param(SHARDED["late"], torch.float32, id="late-fp32"),
+        pytest.param(SHARDED["pooled"], torch.bfloat16, id="pooled-bf16"),
+    ],
+)
 def test_shape_and_dtype_of_a_gradient_can_be_read(options: dict[str, Any], dtype: torch.dtype) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         net = Net().to(dtype)
@@ -167,32 +173,6 @@ def test_shape_and_dtype_of_a_gradient_can_be_read(options: dict[str, Any], dtyp
         assert all(param.grad is None for param in net.parameters())
 
     run_ranks(2, run)
-
-
-@sharded
-def test_copies_and_files_of_the_module_have_no_gradients(options: dict[str, Any]) -> None:
-    def look(model: DistributedDataParallel, net: Net) -> None:
-        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(model).module]
-        for other in copies:
-            for param, original in zip(other.parameters(), net.parameters(), strict=True):
-                assert param.grad is None
-                assert torch.equal(param, original)
-        file = io.BytesIO()
-        torch.save({"model": net.state_dict(keep_vars=True)}, file)
-        net.share_memory()
-
-    after_a_backward(options, look)
-
-
-def test_a_change_of_dtype_after_a_backward_is_an_error_of_its_own() -> None:
-    def look(model: DistributedDataParallel, net: Net) -> str:
-        net.double()
-        with pytest.raises(ParameterChangedError) as raised:
-            loss_of(lambda x: model(x.double()), 0, 1).backward()
-        return str(raised.value)
-
-    for message in after_a_backward(SHARDED["contiguous"], look):
-        assert "was torch.float32 of shape" in message
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -290,11 +270,16 @@ def zeroes_in_place(model: Any, optimizer: Any, net: Net, rank: int) -> None:
         optimizer.zero_grad()
 
 
-@sharded
 @pytest.mark.parametrize(
-    "program", [zeroes_the_raw_module, drops_one, zeroes_in_place], ids=lambda program: program.__name__
+    ("program", "options"),
+    [
+        pytest.param(zeroes_the_raw_module, SHARDED["contiguous"], id="zeroes_the_raw_module-contiguous"),
+        pytest.param(zeroes_the_raw_module, SHARDED["late"], id="zeroes_the_raw_module-late"),
+        pytest.param(drops_one, SHARDED["pooled"], id="drops_one-pooled"),
+        pytest.param(zeroes_in_place, SHARDED["forward"], id="zeroes_in_place-forward"),
+    ],
 )
-def test_dropped_or_zeroed_gradients_are_dropped_or_zero(program: Program, options: dict[str, Any]) -> None:
+def test_dropped_grads_are_dropped(program: Program, options: dict[str, Any]) -> None:
     assert_ends_alike(program, options)
 
 
@@ -340,51 +325,19 @@ def test_a_step_leaves_the_gradients_where_they_are(options: dict[str, Any]) -> 
     assert_ends_alike(steps_twice, options)
 
 
-@sharded
 @pytest.mark.parametrize(
-    "program",
+    ("program", "options"),
     [
-        never_zeroes,
-        drops_between_backwards,
-        drops_after_a_local_backward,
-        two_backwards_of_one_forward,
-        accumulates_upon_the_reduced,
+        pytest.param(never_zeroes, SHARDED["contiguous"], id="never_zeroes-contiguous"),
+        pytest.param(drops_between_backwards, SHARDED["pooled"], id="drops_between_backwards-pooled"),
+        pytest.param(drops_after_a_local_backward, SHARDED["forward"], id="drops_after_a_local_backward-forward"),
+        pytest.param(two_backwards_of_one_forward, SHARDED["late"], id="two_backwards_of_one_forward-late"),
+        pytest.param(accumulates_upon_the_reduced, SHARDED["contiguous"], id="accumulates_upon_the_reduced-contiguous"),
     ],
-    ids=lambda program: program.__name__,
 )
 def test_a_backward_adds_to_reduced_gradients(program: Program, options: dict[str, Any]) -> None:
     """Not to the bit: accumulated gradients are averaged on their owner (docs: several synchronised backwards)."""
     assert_ends_alike(program, options, 1e-6, optimizer="SGD")
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Using backward\\(\\) with create_graph=True"
-)  # of a cycle, which ends with the test
-def test_a_graph_of_the_backward_does_not_lose_reduced_gradients() -> None:
-    """With create_graph autograd makes a sum in place of adding."""
-
-    def program(model: Any, optimizer: Any, net: Net, rank: int) -> None:
-        loss_of(model, rank, 0).backward()
-        loss_of(model, rank, 1).backward(create_graph=not isinstance(model, TorchDDP))  # which cannot
-        optimizer.step()
-
-    assert_ends_alike(program, SHARDED["contiguous"], 1e-6, optimizer="SGD")
-
-
-@sharded
-def test_a_stand_in_that_is_put_back_before_a_backward_is_the_gradient(options: dict[str, Any]) -> None:
-    def look(model: DistributedDataParallel, net: Net) -> None:
-        kept = net.first.weight.grad
-        before = model.full_grad(net.first.weight)
-        model.zero_grad()
-        net.first.weight.grad = kept
-        after = model.full_grad(net.first.weight)
-        assert before is not None
-        assert after is not None
-        assert torch.equal(before, after)
-        assert before.any()
-
-    after_a_backward(options, look)
 
 
 @sharded
@@ -405,7 +358,7 @@ def test_a_stand_in_of_another_parameter_is_refused(options: dict[str, Any]) -> 
     run_ranks(2, run)
 
 
-def test_gradients_of_a_failed_backward_are_not_added_later() -> None:
+def test_grads_of_failed_backward_are_not_added_later() -> None:
     """Autograd adds to the first stand-in before anybody hears of the backward."""
 
     class Fails(torch.autograd.Function):

@@ -114,9 +114,7 @@ def read_each(folder: Path, num_experts: int, worlds: Sequence[str]) -> None:
     ],
     ids=("some", "5", "4"),
 )
-def test_any_number_of_ranks_reads_what_any_other_wrote_to_the_bit(
-    tmp_path: Path, num_experts: int, worlds: list[str]
-) -> None:
+def test_expert_checkpoints_load_on_other_ranks(tmp_path: Path, num_experts: int, worlds: list[str]) -> None:
     """Files and directories, read and written again: weights and state are the ones that were written first."""
     sizes = sorted({WORLDS[name][0] for name in worlds})
     for job in (write_each, read_each):
@@ -205,7 +203,7 @@ def exchange(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_fsdp2_with_experts_on_a_second_mesh_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
+def test_fsdp2_with_experts_exchanges_directories(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
     metadata = dcp.FileSystemReader(tmp_path / "ours").read_metadata()
     sizes = {

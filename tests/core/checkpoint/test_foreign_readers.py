@@ -30,9 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return path, run_processes(2, save_after_three, path)[0]
 
 
-def test_every_reader_of_the_format_finds_whole_tensors_by_name(
-    tmp_path: Path, written: tuple[Path, dict[str, Any]]
-) -> None:
+def test_foreign_readers_find_whole_tensors(tmp_path: Path, written: tuple[Path, dict[str, Any]]) -> None:
     path, saved = written
     dcp_to_torch_save(path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from tests.support.interchange import (
-    ENGINES,
     OPTIMIZERS,
     WORLDS,
     Engine,
@@ -93,8 +92,7 @@ def test_a_plain_torch_script_goes_on_from_every_file(writer: World) -> None:
         assert_same_checkpoint(read(run_ranks(1, run)[0]), expected)
 
 
-@pytest.mark.parametrize("reader", ENGINES)
-@pytest.mark.parametrize("writer", ENGINES)
+@pytest.mark.parametrize(("writer", "reader"), [("ddp", "rs"), ("rs", "ar"), ("ar", "ddp")])
 def test_six_steps_are_three_and_three_on_two_ranks(writer: str, reader: str) -> None:
     """To the bit, whichever engine wrote and whichever goes on."""
     files = {make_optimizer: written_by(World(writer, 2), make_optimizer) for make_optimizer in OPTIMIZERS}
@@ -169,9 +167,8 @@ def main_of(checkpoint: dict[str, Any], name: str) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("reader", [World("rs", 2), World("ar", 2)], ids=str)
-@pytest.mark.parametrize("writer", ["rs", "ar"])
-def test_six_bf16_steps_are_three_and_three_on_two_ranks(writer: str, reader: World) -> None:
+@pytest.mark.parametrize(("writer", "reader"), [("rs", World("ar", 2)), ("ar", World("rs", 2))], ids=str)
+def test_six_bf16_steps_are_three_and_three(writer: str, reader: World) -> None:
     """Main params, state, weights to the bit; without the main params the run would end elsewhere."""
     file = written_by(World(writer, 2), amsgrad, dtype=torch.bfloat16)
 
@@ -195,7 +192,7 @@ def test_six_bf16_steps_are_three_and_three_on_two_ranks(writer: str, reader: Wo
 
 
 @pytest.mark.parametrize("reader", [World("rs", 3), World("ar", 2), World("rs", 1)], ids=str)
-def test_weights_changed_in_the_file_win_over_their_main_params(reader: World) -> None:
+def test_changed_weights_win_over_main_params(reader: World) -> None:
     """Only at the changed elements. A file edited by hand, averaged, or pruned is what the user wants."""
     checkpoint = read(written_by(World("rs", 2), amsgrad, dtype=torch.bfloat16))
     checkpoint["model"]["twice.weight"][3:5] *= 2
@@ -220,9 +217,10 @@ def test_weights_changed_in_the_file_win_over_their_main_params(reader: World) -
         assert torch.equal(main_of(again, name), main_of(checkpoint, name)), name
 
 
-@pytest.mark.parametrize("reader", [World("rs", 3), World("ar", 2)], ids=str)
-@pytest.mark.parametrize("writer", [World("ddp", 2), World("rs", 3)], ids=str)
-def test_fp32_weights_become_the_main_params_of_a_bf16_run(writer: World, reader: World) -> None:
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(World("ddp", 2), World("rs", 3)), (World("rs", 3), World("ar", 2))], ids=str
+)
+def test_fp32_weights_become_main_params(writer: World, reader: World) -> None:
     """``load_main_params`` takes them as they are in the file, before the cast."""
     saved = read(written_by(writer, amsgrad))
     names = [name for name, _ in awkward_model().named_parameters()]  # frozen ones too, for when they are not
@@ -245,7 +243,7 @@ def test_fp32_weights_become_the_main_params_of_a_bf16_run(writer: World, reader
 
 
 @pytest.mark.parametrize("world", [World("rs", 2), World("ar", 2)], ids=str)
-def test_each_of_two_optimizers_has_its_own_main_params_and_no_other(world: World) -> None:
+def test_two_optimizers_have_their_main_params(world: World) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = awkward_model().bfloat16()
         config = DistributedDataParallelConfig(bucket_size=200, use_distributed_optimizer=world.engine == "rs")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +85,6 @@ class Raises:
         raise KeyboardInterrupt
 
 
-def interrupt_while_waiting() -> None:
-    """To this process, which has written its part, and waits for the others'."""
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-
-class WritesSlowly:
-    def __reduce__(self) -> Any:
-        time.sleep(1.5)
-        return int, ()
-
-
 def interrupt_save(path: Path, on: tuple[int, ...], how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     collectives = host_collectives()
@@ -109,57 +95,22 @@ def interrupt_save(path: Path, on: tuple[int, ...], how: str) -> None:
         state = state_of(rank, Interrupts())
     elif rank in on and how == "an exception":
         state = state_of(rank, Raises())
-    elif how == "while it waits":
-        if rank in on:
-            interrupt_while_waiting()
-        else:
-            state = state_of(rank, WritesSlowly())
-    if (how, on) == ("while it waits", (1,)):  # rank 1 has nothing to share any more, and rank 0 completes it
-        with pytest.raises(KeyboardInterrupt) if rank == 1 else contextlib.nullcontext():
-            save_directory(state, {}, path, collectives)
-        dist.barrier()
-        assert "of rank 1" in OpenDirectory(path).read("model")
-        dist.barrier()
-    else:
-        with pytest.raises(KeyboardInterrupt) as raised:
-            save_directory(state, {}, path, collectives)
-        assert "ranks saved the checkpoint" in raised.value.__notes__[0]
-        assert_old_is_whole(path)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        save_directory(state, {}, path, collectives)
+    assert "ranks saved the checkpoint" in raised.value.__notes__[0]
+    assert_old_is_whole(path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     save_directory(state_of(rank), {}, path, collectives)
     assert "of rank 1" in OpenDirectory(path).read("model")
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("on", "how"),
-    [
-        ((0,), "Ctrl-C"),
-        ((1,), "Ctrl-C"),
-        ((0, 1), "Ctrl-C"),
-        ((1,), "an exception"),
-        ((0,), "while it waits"),
-        ((1,), "while it waits"),
-    ],
+    [pytest.param((0,), "Ctrl-C", id="(0,)-Ctrl-C"), pytest.param((1,), "an exception", id="(1,)-an exception")],
 )
 def test_ctrl_c_ends_a_save_on_all_ranks_as_ctrl_c(tmp_path: Path, on: tuple[int, ...], how: str) -> None:
     """Not as CheckpointError, at which no callback saves; and no rank waits for one that has left."""
     run_processes(2, interrupt_save, tmp_path / "last.ckpt", on, how)
-
-
-def interrupt_at_the_end(path: Path) -> None:
-    """On rank 0, in its own file: a rank that had nothing to share any more completes the save."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ends = pytest.raises(KeyboardInterrupt) if dist.get_rank() == 0 else contextlib.nullcontext()
-    collectives = host_collectives()
-    with ends:
-        save_directory(state_of(dist.get_rank()), {"value": Interrupts()}, path, collectives)
-    dist.barrier()
-    assert "of rank 1" in OpenDirectory(path).read("model")
-
-
-def test_ctrl_c_at_the_end_of_a_save_waits_for_it(tmp_path: Path) -> None:
-    run_processes(2, interrupt_at_the_end, tmp_path / "last.ckpt")
 
 
 # --- links -----------------------------------------------------------------------------------------------------------

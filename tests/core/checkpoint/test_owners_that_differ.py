@@ -12,28 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.errors import CheckpointError
-from tests.support.ranks import run_ranks, try_ranks
-
-LARGE = 1e6
-
-
-class SGDWithPeaks(torch.optim.Optimizer):
-    """Element-wise, as far as small gradients show: begins to keep the largest ones when it sees one that is large."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                param.add_(param.grad, alpha=-group["lr"])
-                state = self.state[param]
-                if (param.grad.abs() >= LARGE).any() or "peak" in state:
-                    peak = state.setdefault("peak", torch.zeros_like(param))
-                    peak.copy_(torch.maximum(peak, param.grad.abs()))
+from tests.support.ranks import run_ranks
 
 
 def one_weight(make: Callable[[Any], torch.optim.Optimizer], group: ProcessGroup | None) -> DistributedOptimizer:
@@ -53,29 +32,6 @@ def step(optimizer: DistributedOptimizer, gradients: Tensor) -> None:
 def own_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
     [state] = optimizer.state.values()
     return state  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("holder", [0, 1])
-def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -> None:
-    """torch DDP would have the other elements' state too, from gradients that no rank kept."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        optimizer = one_weight(SGDWithPeaks, group)
-        own = optimizer._impl.engine.layout.owned_range(0, holder)
-        assert own is not None
-        gradients = torch.ones(1, 96)
-        gradients[0, own[0]] = LARGE
-        step(optimizer, gradients)
-        optimizer.state_dict()
-
-    kept = {holder: "torch.float32", 1 - holder: "none"}
-    message = rf"'peak' of parameter 'weight' differs between .*: rank 0: {kept[0]}; rank 1: {kept[1]}"
-    for outcome in try_ranks(2, run):  # a rank that waited for the other would end in a CollectiveError
-        assert isinstance(outcome, CheckpointError)
-        with pytest.raises(CheckpointError, match=message):
-            raise outcome
-        way_out = "whole parameters: pass DistributedDataParallelConfig(use_distributed_optimizer=False)"
-        assert str(outcome).endswith(way_out), "in the form in which the model was wrapped"
 
 
 def in_double(state: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def write(folder: str, *, in_the_way: bool = False) -> tuple[dict[str, torch.Ten
     return {**whole, **net.state_dict()}, said
 
 
-def test_each_rank_has_its_files_alone_and_the_union_is_whole(tmp_path: Path) -> None:
+def test_union_of_rank_folders_is_whole(tmp_path: Path) -> None:
     (whole, said), (_, said_there) = run_processes(2, write, str(tmp_path))
     assert said == said_there == ""
     parts = [{path.name for path in (tmp_path / f"rank {rank}" / "checkpoint").iterdir()} for rank in range(2)]

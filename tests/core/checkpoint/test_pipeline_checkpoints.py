@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -136,24 +134,6 @@ def train(case: Case, folder: Path, steps: range, *, resume: bool, kill_at: int 
     trainee.model.close()
     assert outcome is not None
     return outcome
-
-
-@pytest.mark.long
-def test_a_run_whose_stage_is_killed_ends_on_all_ranks_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    case = Case((2, 4), tied=True, steps=STEPS)
-    expected = run_processes(4, functools.partial(train, resume=False), case, tmp_path / "uncut", range(STEPS))
-    start, folder = time.monotonic(), tmp_path / "cut"
-    with pytest.raises(AssertionError) as caught:
-        run_processes(4, functools.partial(train, resume=False, kill_at=HALF), case, folder, range(STEPS))
-    assert time.monotonic() - start < 60.0, "below the groups' timeout"
-    for rank in range(3):
-        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"
-    assert {path.name for path in folder.iterdir()} == {f"step {step}" for step in range(1, HALF + 1)}
-    resumed = run_processes(4, functools.partial(train, resume=True), case, folder, range(HALF, STEPS))
-    for one, other in zip(resumed, expected, strict=True):
-        assert one.norms == other.norms
-        for name, weight in one.weights.items():
-            assert torch.equal(weight, other.weights[name]), name
 
 
 def uninterrupted(case: Case, dp_before: int, dp_after: int) -> dict[str, torch.Tensor]:

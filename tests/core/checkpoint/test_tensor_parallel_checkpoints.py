@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megastrategy.core.judge.values import leaves, same
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Trainee, meshes, train_alone
 
@@ -86,16 +83,18 @@ def resume(tp: int, folder: str, modes: list[tuple[Any, torch.dtype]]) -> list[f
 
 
 MODES = [("reduce-scatter", torch.float32), ("all-reduce", torch.float32), ("pooled", torch.bfloat16)]
-MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
 SOME = [((2, 2), (1, 2))]
 
 
 @pytest.mark.parametrize(
     ("written", "resumed"),
     [
-        pytest.param(*pair, id="{}x{}-{}x{}".format(*pair[0], *pair[1]), marks=[] if pair in SOME else pytest.mark.long)
-        for pair in itertools.product(MESHES, MESHES)
+        ((2, 2), (1, 2)),
+        pytest.param((1, 4), (2, 2), marks=pytest.mark.long),
+        pytest.param((2, 1), (2, 4), marks=pytest.mark.long),
+        pytest.param((2, 2), (1, 1), marks=pytest.mark.long),
     ],
+    ids=str,
 )
 def test_a_full_state_loads_on_any_mesh(written: tuple[int, int], resumed: tuple[int, int], tmp_path: Path) -> None:
     modes = MODES if (written, resumed) not in SOME else MODES[:1]
@@ -122,27 +121,3 @@ def check_is_of_one_process(saved: dict[str, Any]) -> None:
     for saved_group, group in zip(saved["optimizer"]["param_groups"], alone.state["param_groups"], strict=True):
         assert saved_group.keys() == group.keys()
         assert saved_group["params"] == group["params"]
-
-
-def roll_back(tp: int) -> None:
-    trainee = Trainee.make(meshes(tp), case_of("reduce-scatter", torch.bfloat16))
-    train(trainee, range(1))
-    returned = dict(trainee.optimizer.state_dict()), dict(trainee.optimizer.main_params())
-    saved = copy.deepcopy(returned)
-    weights = copy.deepcopy(trainee.module.state_dict())
-    train(trainee, range(1, 2))
-    trainee.module.load_state_dict(weights)
-    trainee.optimizer.load_state_dict(saved[0])
-    trainee.optimizer.load_main_params(saved[1])
-    again = dict(trainee.optimizer.state_dict()), dict(trainee.optimizer.main_params())
-    is_first = torch.distributed.get_rank() == 0
-    assert bool(saved[0]["state"]) == bool(saved[1]) == is_first
-    assert same(leaves(again), leaves(saved))
-    trainee.model.close()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_was_returned_on_each_rank_is_loaded_again(size: int) -> None:
-    """Also where a rank has no state of its own: the whole one comes from the first rank of all."""
-    run_processes(size, roll_back, 2)

@@ -122,19 +122,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("reader", [World(1, 2), World(2, 1, is_cut=False)], ids=str)
-def test_a_directory_is_the_whole_state_and_loads_elsewhere(folder: Path, reader: World) -> None:
+def test_tensor_parallel_directory_loads_elsewhere(folder: Path, reader: World) -> None:
     writer = World(2, 2)
     path = written(folder, writer, tuple(FEW_KINDS))
     run_processes(reader.size, read_all, reader, path, [writer], FEW_KINDS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reader", WORLDS, ids=str)
-def test_every_mesh_reads_what_every_mesh_wrote(folder: Path, reader: World) -> None:
-    path = folder / "all"
-    for writer in WORLDS:
-        written(path, writer, tuple(KINDS))
-    run_processes(reader.size, read_all, reader, path, WORLDS, KINDS, timeout_s=500.0)
 
 
 # --- what is in it ---------------------------------------------------------------------------------------------------
@@ -158,7 +149,7 @@ def test_the_directory_holds_each_element_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FEW_KINDS, pytest.param(KINDS[5], marks=pytest.mark.long)], ids=str)
-def test_the_tool_makes_a_file_of_it_and_a_directory_of_that(folder: Path, tmp_path: Path, kind: Kind) -> None:
+def test_tool_consolidates_and_converts_back(folder: Path, tmp_path: Path, kind: Kind) -> None:
     path = written(folder, World(2, 2), tuple(FEW_KINDS) if kind in FEW_KINDS else (kind,)) / "2x2" / str(kind)
     saved = torch.load(path / "whole.pt", weights_only=True)
     [weights] = inspect_checkpoint(path / "directory").models.values()
@@ -173,47 +164,7 @@ def test_the_tool_makes_a_file_of_it_and_a_directory_of_that(folder: Path, tmp_p
         assert_same(OpenDirectory(tmp_path / "again").read(key), OpenDirectory(path / "directory").read(key))
 
 
-def ranges_of_replicas() -> dict[str, tuple[int, int]]:
-    """The shards that this rank has of parameters which all tensor ranks have whole."""
-    run = Run(World(2, 2), Kind(), meshes(2))
-    layout = run.model.layout
-    cut_names = run.model.engine.local_parts.cut_params(dict(run.module.named_parameters()))
-    rank = run.model.engine.collectives.rank
-    owned = {spec.name: layout.owned_range(index, rank) for index, spec in enumerate(layout.params)}
-    return {name: place for name, place in owned.items() if place is not None and name not in cut_names}
-
-
-def test_tensor_ranks_divide_what_they_have_whole_alike() -> None:
-    """Otherwise their shards would be overlapping chunks, and torch's planner writes all of them."""
-    ranges = run_processes(4, ranges_of_replicas)
-    assert ranges[0] == ranges[1] != ranges[2] == ranges[3]
-
-
 # --- by torch's own calls --------------------------------------------------------------------------------------------
-
-
-def save_in_the_background(path: Path, kind: Kind) -> None:
-    """As a plain loop has it; what was saved does not change when training goes on. Weights are read in place."""
-    mesh = meshes(2)
-    run = Run(World(2, 2), kind, mesh)
-    run.train(BEFORE)
-    saved = run.whole()
-    group = dist.new_group(backend="gloo")
-    pending = dcp.async_save(run.state(), checkpoint_id=path, process_group=group)
-    run.train(AFTER)
-    pending.result()
-    again = Run(World(2, 2), kind, mesh, seed=8)
-    dcp.load({"model": again.module.state_dict()}, checkpoint_id=path)
-    again.optimizer.load_sharded(path)
-    assert_same(again.whole(), saved)
-    again.train(AFTER)
-    assert_same(again.weights(), run.weights())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], ids=str)
-def test_torchs_own_calls_save_in_the_background_and_load_in_place(tmp_path: Path, kind: Kind) -> None:
-    run_processes(4, save_in_the_background, tmp_path / "saved", kind)
 
 
 # --- FSDP2 with torch's tensor parallelism ---------------------------------------------------------------------------
@@ -279,7 +230,7 @@ def exchange(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_fully_shard_with_tensor_parallelism_reads_ours_and_we_read_its(tmp_path: Path) -> None:
+def test_fsdp2_with_tensor_ranks_exchanges_directories(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
 
 
@@ -374,5 +325,5 @@ def whole_on_this_rank(value: Any) -> Any:
     return torch.zeros(value.shape)
 
 
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_unfit_directory_is_refused(tmp_path: Path) -> None:
     run_processes(2, load_strange, tmp_path)

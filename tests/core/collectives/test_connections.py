@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -37,24 +36,8 @@ def _describe_part() -> None:
         assert made not in dist.distributed_c10d._world.pg_map
 
 
-def test_a_group_of_two_ranks_equals_torchs_except_for_its_connections() -> None:
+def test_private_group_equals_torchs() -> None:
     run_processes(2, _describe_part)
-
-
-def _under_debugging() -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    watched = dist.new_group(timeout=timedelta(seconds=60))
-    group = private_group(watched, CPU)
-    assert type(group._get_backend(CPU)).__name__ == "_ProcessGroupWrapper"
-    collectives = make_collectives(group, CPU)
-    tensor = torch.full((8,), 1.0 + group.rank())
-    collectives.all_reduce(tensor, 1.0).wait()
-    assert torch.equal(tensor, torch.full((8,), 3.0))
-    collectives.close()
-
-
-def test_torch_makes_the_group_if_it_watches_gloo() -> None:
-    run_processes(2, _under_debugging)
 
 
 # --- models that are not closed --------------------------------------------------------------------------------------
@@ -97,9 +80,16 @@ def _wrap_many(options: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
     return before, during, after, _open()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_models_that_were_dropped_keep_no_thread_descriptor_or_group(size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        pytest.param(1, OPTIONS["shards"], id="1-shards"),
+        pytest.param(2, OPTIONS["all-reduce"], id="2-all-reduce"),
+        pytest.param(1, OPTIONS["two groups"], id="1-two groups"),
+        pytest.param(1, OPTIONS["instances"], id="1-instances"),
+    ],
+)
+def test_dropped_models_keep_no_threads_or_groups(size: int, options: dict[str, Any]) -> None:
     """A loop over folds or trials wraps hundreds, and closes none; Python collects garbage, and the wrap does."""
     if size == 1 and "num_distributed_optimizer_instances" in options:
         return
@@ -130,12 +120,12 @@ def _wrap_with_optimizers_that_stay() -> tuple[int, ...]:
     return tuple(group - groups[-1] for group in groups)
 
 
-def test_groups_stay_as_long_as_an_optimizer_needs_them() -> None:
+def test_groups_stay_while_an_optimizer_needs_them() -> None:
     assert run_processes(2, _wrap_with_optimizers_that_stay) == [(3, 2, 1, 0)] * 2
 
 
 @pytest.mark.real_collectives("is about gloo's thread")
-def test_a_collected_model_does_not_close_given_collectives() -> None:
+def test_collected_model_leaves_given_collectives() -> None:
     """One group serves all fits of a process, and an earlier fit's model may be collected within a later one."""
 
     def run(rank: int, group: ProcessGroup) -> None:

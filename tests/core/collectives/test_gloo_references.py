@@ -74,7 +74,7 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
     run_ranks(4, run)
 
 
-def test_a_wait_for_a_tensor_that_is_never_released_is_bounded() -> None:
+def test_wait_for_held_tensor_is_bounded() -> None:
     references, tensor = GlooReferences(), torch.zeros(2)
     kept = references.view_for_gloo(tensor)
     kept += 1

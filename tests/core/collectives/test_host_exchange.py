@@ -24,7 +24,6 @@ from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, try_ranks
 
 MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
-ONE_BUCKET = DistributedDataParallelConfig(bucket_size=10_000)
 CPU = torch.device("cpu")
 BOUND_S = 30.0  # a second or two on an idle machine
 
@@ -48,9 +47,8 @@ def step_once(optimizer: DistributedOptimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_ends_with_one_exchange_between_hosts(mode: str, size: int) -> None:
+@pytest.mark.parametrize(("mode", "size"), [("reduce-scatter", 2), ("all-reduce", 3), ("pooled", 2), ("forward", 2)])
+def test_backward_ends_with_one_host_exchange(mode: str, size: int) -> None:
     """And with the same bits as where the device is the host."""
 
     def where_the_host_sends(rank: int, group: ProcessGroup) -> list[Tensor]:
@@ -81,37 +79,7 @@ def test_a_backward_ends_with_one_exchange_between_hosts(mode: str, size: int) -
         assert all(torch.equal(*pair) for pair in zip(expected, weights, strict=True))
 
 
-def test_setting_up_sends_the_device_nothing_but_weights() -> None:
-    """The ranks compare their layouts on their hosts."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        device = DeviceCollectives(group)
-        model, _ = wrap(group, device)
-        assert {call.name for call in device.calls} == {"broadcast"}
-        assert device.hosts.progress.num_started > 0
-        model.close()
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("options", [{}, {"check_for_nan_in_grad": True}, {"find_unused_parameters": False}])
-def test_one_rank_exchanges_nothing(options: dict[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = RecordingCollectives(group)
-        model, optimizer = wrap(group, collectives, **options)
-        for step in range(3):
-            backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not collectives.named("all_reduce_max")
-        if model.config.check_for_nan_in_grad:
-            with pytest.raises(NonFiniteGradError, match=r"rank 0, parameter '2\.bias'"):
-                (model(torch.ones(2, 10)) * math.nan).sum().backward()
-
-    run_ranks(1, run)
-
-
-def test_errors_that_all_ranks_raise_are_gathered_between_hosts() -> None:
+def test_errors_are_gathered_between_hosts() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         device = DeviceCollectives(group)
         model, _ = wrap(group, device, check_for_nan_in_grad=True)
@@ -129,7 +97,7 @@ def test_errors_that_all_ranks_raise_are_gathered_between_hosts() -> None:
     run_ranks(2, run)
 
 
-def test_a_rank_whose_peer_failed_gives_up_before_it_waits_for_the_device() -> None:
+def test_rank_with_failed_peer_gives_up() -> None:
     """Its peer lives, so that no connection breaks; the watchdog knows. The device is not asked, and aborted."""
     failed, given_up = threading.Event(), threading.Event()
 
@@ -162,7 +130,7 @@ def scaled_step(optimizer: DistributedOptimizer) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "save over others"])
-def test_collectives_of_a_failed_backward_are_aborted_on_the_device(how: str) -> None:
+def test_failed_backward_aborts_device_collectives(how: str) -> None:
     """And nothing is, where the last backward has ended."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -197,7 +165,7 @@ READS: dict[str, Callable[[DistributedOptimizer], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) -> None:
+def test_host_reads_wait_once_in_bounded_time(read: str) -> None:
     """Without a fault it waits; then the device stalls, as NCCL does where a peer is gone: no call fails, and nothing
     comes. The watchdog is called, and its reason is in the error."""
 
@@ -255,7 +223,7 @@ READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
 
 
 @pytest.mark.parametrize("name", READS_BETWEEN_STEPS)
-def test_reads_of_the_device_between_steps_wait_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_between_steps_wait_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work_as_on_an_accelerator(monkeypatch)
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -273,7 +241,7 @@ def test_reads_of_the_device_between_steps_wait_in_bounded_time(name: str, monke
     run_ranks(2, run)
 
 
-def test_without_a_watchdog_the_groups_timeout_ends_the_wait() -> None:
+def test_timeout_ends_wait_without_watchdog() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         device = DeviceCollectives(group)
         device.is_stalled = True
@@ -285,7 +253,7 @@ def test_without_a_watchdog_the_groups_timeout_ends_the_wait() -> None:
     run_ranks(2, run, timeout_s=2.0)
 
 
-def test_without_a_watchdog_the_end_of_a_peers_process_ends_the_wait() -> None:
+def test_ended_peer_ends_wait_without_watchdog() -> None:
     began = time.monotonic()
 
     def run(rank: int, group: ProcessGroup) -> None:

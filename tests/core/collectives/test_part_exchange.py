@@ -83,7 +83,7 @@ def adding(sums: Tensor) -> Callable[[Sequence[Tensor]], None]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_sums_are_right_however_early_or_late_streams_do_their_work(early: bool) -> None:
+def test_part_sums_are_right_on_any_stream(early: bool) -> None:
     device = LazyDevice(lazy_caller=True, early=early)
     wire = Wire(device)
     for sums, expected in exchange_all(device, wire, range(7)):
@@ -128,8 +128,9 @@ class Watching(BackendCollectives):
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize("options", [{"reduce_scatter_with_fp32_accumulation": True}, {"grad_buffer": "pooled"}])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"reduce_scatter_with_fp32_accumulation": True}), (3, {"grad_buffer": "pooled"})], ids=str
+)
 def test_a_backward_uses_the_memory_of_the_table(size: int, options: dict[str, Any]) -> None:
     """Whatever number of buckets is in flight, of weights in bf16; and the gradients are the rings' to the bit."""
 

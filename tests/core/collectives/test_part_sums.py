@@ -31,8 +31,16 @@ def parts_and_sums(dtypes: tuple[torch.dtype, torch.dtype], num_parts: int, nume
     return [draw(dtypes[0]) for _ in range(num_parts)], draw(dtypes[1])
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 2, 1 / 3, 1 / 8])
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [
+        ("bf16 into fp32", 1.0),
+        ("fp16 into fp32", 0.5),
+        ("fp32", 1 / 3),
+        ("fp64", 0.125),
+        ("complex64", 1.0),
+    ],
+)
 def test_an_accelerator_has_the_hosts_bits(kind: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numel in (PIECE_NUMEL + 5, 0):
@@ -69,10 +77,3 @@ def test_kernels_grow_with_ranks_and_not_with_elements(
             with Operations() as operations:
                 add_parts_(sums, parts, scale)
             assert operations.total <= per_part * num_parts + fixed, operations.counts
-
-
-def test_a_scale_of_one_is_no_pass_over_the_parts() -> None:
-    parts, sums = parts_and_sums(DTYPES["fp32"], 2, 100)
-    with Operations() as operations:
-        add_parts_(sums, parts, 1.0)
-    assert not [name for name in operations.counts if "mul" in name], operations.counts

@@ -76,7 +76,7 @@ def call_on_one_rank(caller: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("caller", "size"), [(0, 3), (1, 2)])
-def test_a_rank_that_calls_without_the_others_is_told_where_they_are(caller: int, size: int) -> None:
+def test_call_on_one_rank_says_where_others_are(caller: int, size: int) -> None:
     """On the CPU as on a GPU, and training goes on."""
     seconds = run_processes(size, call_on_one_rank, caller)[caller]
     assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
@@ -193,7 +193,7 @@ CASES = [
 ]
 
 
-def test_a_call_on_some_ranks_is_refused_and_training_continues() -> None:
+def test_call_on_some_ranks_is_refused() -> None:
     """Between backward and step, while another state is loaded, of different optimizers; and being late is no error."""
     for outcome in run_processes(2, cases):
         assert outcome == {case.__name__: True for case in CASES}

@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ClosedError, DirectUseError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
-from tests.support.training import assert_same_state
 
 Copy = Callable[[Any], Any]
-ways_of_copying = pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
-both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
+
+
+def by_pickle(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
 
 
 class Ours(DistributedDataParallel):
@@ -60,9 +58,8 @@ def assert_owns_its_memory(param: nn.Parameter) -> None:
     assert not param._post_accumulate_grad_hooks
 
 
-@both_modes
-@ways_of_copying
-def test_a_copy_of_the_wrapper_is_a_plain_copy_of_the_module(copied: Copy, sharded: bool) -> None:
+@pytest.mark.parametrize(("copied", "sharded"), [(copy.deepcopy, True), (by_pickle, False)])
+def test_copy_of_wrapper_is_a_plain_copy(copied: Copy, sharded: bool) -> None:
     """Made while a window of accumulation is open; what happens to either later is nothing to the other."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -97,7 +94,7 @@ def test_a_copy_of_the_wrapper_is_a_plain_copy_of_the_module(copied: Copy, shard
     run_ranks(2, run)
 
 
-@ways_of_copying
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 def test_a_copy_refuses_to_train_until_it_is_wrapped(copied: Copy) -> None:
     """No engine would reduce its gradients. Wrapped, it trains as the module itself would."""
 
@@ -127,27 +124,6 @@ def test_a_copy_refuses_to_train_until_it_is_wrapped(copied: Copy) -> None:
     run_ranks(2, run)
 
 
-@both_modes
-def test_an_average_of_the_wrapper_is_that_of_the_module(sharded: bool) -> None:
-    """``AveragedModel`` copies what it is given, and is updated while training goes on."""
-
-    def run(rank: int, group: ProcessGroup) -> list[list[Tensor]]:
-        results = []
-        for of_wrapper in (True, False):
-            module = nn.Sequential(*two_layers(), nn.BatchNorm1d(7))
-            model = Ours(module, group, sharded)
-            average = AveragedModel(model if of_wrapper else module, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-            train(model, rank, lambda: average.update_parameters(model if of_wrapper else module))  # noqa: B023
-            assert not torch.equal(weights_of(average)[0], weights_of(model)[0])
-            update_bn([batch(rank, 3), batch(rank, 4)], average)
-            results.append(list(average.state_dict().values()))
-            model.close()
-        return results
-
-    for of_wrapper, of_module in run_ranks(2, run):
-        assert all(map(torch.equal, of_wrapper, of_module))
-
-
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -172,40 +148,15 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, rank: int, step: int) -
     scheduler.step()
 
 
-@pytest.mark.parametrize(("size", "sharded"), [(1, True), (1, False), (2, False)])
-@ways_of_copying
-def test_a_copy_of_a_whole_optimizer_steps_as_the_original_would(copied: Copy, size: int, sharded: bool) -> None:
-    """Copied together with its module and scheduler, it goes on alone with the same batches."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, optimizer, scheduler = start(rank, group, use_distributed_optimizer=sharded)
-        before = copy.deepcopy(optimizer.state_dict())
-        module, twin, its_scheduler = copied((model.module, optimizer, scheduler))
-        assert type(twin) is torch.optim.Adam
-        assert its_scheduler.optimizer is twin
-        assert_same_state(twin.state_dict(), before)
-        assert all(a is b for a, b in zip(module.parameters(), twin.param_groups[0]["params"], strict=True))
-        for step in range(2, 5):  # every rank takes rank 0's batches, so that a mean over ranks changes nothing
-            one_step(module, twin, its_scheduler, 0, step)
-        assert_same_state(optimizer.state_dict(), before)
-        for step in range(2, 5):
-            one_step(model, optimizer, scheduler, 0, step)
-        assert all(map(torch.equal, weights_of(module), weights_of(model.module)))
-        assert_same_state(twin.state_dict(), optimizer.state_dict())
-        assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
-
-    run_ranks(size, run)
-
-
-HAVE_SHARDS = [
-    (2, {}),
-    (2, {"dtype": torch.bfloat16, "use_distributed_optimizer": False}),
-    (1, {"dtype": torch.bfloat16}),
-]
-
-
-@pytest.mark.parametrize(("size", "options"), HAVE_SHARDS, ids=["sharded", "main params", "one rank"])
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    ("copied", "size", "options"),
+    [
+        (copy.copy, 2, {}),
+        (copy.deepcopy, 2, {"dtype": torch.bfloat16, "use_distributed_optimizer": False}),
+        (pickle.dumps, 1, {"dtype": torch.bfloat16}),
+    ],
+    ids=["sharded", "main params", "one rank"],
+)
 def test_copy_of_shards_or_main_params_is_refused(
     copied: Callable[[Any], Any], size: int, options: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedOptimizer
-from tests.support.layers_in_any_order import Layers, adamw, batch, groups, momentum, moves, wrap
+from tests.support.layers_in_any_order import Layers, adamw, batch, momentum, moves, wrap
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
@@ -33,7 +33,7 @@ class UsedByTwoCheckpoints(Layers):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_layer_whose_gradient_comes_in_two_parts_goes_last(sharded: bool) -> None:
+def test_layer_with_late_grad_goes_last(sharded: bool) -> None:
     """It is complete at the end of backward only, as what is never used, and keeps no other bucket waiting."""
 
     def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
@@ -58,92 +58,7 @@ def test_a_layer_whose_gradient_comes_in_two_parts_goes_last(sharded: bool) -> N
     assert all(map(torch.equal, *ours))
 
 
-def test_parameters_may_join_after_the_move() -> None:
-    """To the bit what it is without one."""
-
-    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
-        module = Layers(reverse=True)
-        module.layers[2].requires_grad_(False)
-        model, events, _ = wrap(group, module, overlap_grad_reduce=moving)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        for step in range(5):
-            module.layers[2].requires_grad_(step >= 2)
-            model(batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert moves(events) == moving
-        return [param.detach().clone() for param in module.parameters()]
-
-    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
-    for mine, theirs in zip(ours, reference, strict=True):
-        assert all(map(torch.equal, mine, theirs))
-
-
-class Adversaries(nn.Module):
-    """Two models in one, registered and run in opposite orders, as a GAN's: each has an optimizer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = Layers(reverse=True), Layers(reverse=True)
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        loss: Tensor = getattr(self, which)(x)
-        return loss
-
-
-def test_several_optimizers_of_one_model_move_with_it() -> None:
-    """The first backward reaches the parameters of one of them; a third holds parameters of both."""
-
-    def run(rank: int, group: ProcessGroup, moving: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        module = Adversaries()
-        model, events, _ = wrap(group, module, overlap_grad_reduce=moving)
-        some = [*module.one.layers[1].parameters(), *module.other.layers[4].parameters()]
-        optimizers = {
-            "one": DistributedOptimizer(adamw(module.one), model),
-            "other": DistributedOptimizer(momentum(module.other), model),
-            "both": DistributedOptimizer(torch.optim.Adam(some, lr=0.01), model),
-        }
-        for step in range(6):
-            which = ("one", "other")[step % 2]
-            model(batch(rank, step), which).backward()
-            optimizers[which].step()
-            if step % 3 == 2:
-                optimizers["both"].step()
-            model.zero_grad()
-        assert moves(events) == moving
-        return [p.detach().clone() for p in module.parameters()], [o.state_dict() for o in optimizers.values()]
-
-    ours = run_ranks(2, lambda rank, group: run(rank, group, True))
-    reference = run_ranks(2, lambda rank, group: run(rank, group, False))
-    for (mine, _), (theirs, _) in zip(ours, reference, strict=True):
-        assert all(map(torch.equal, mine, theirs))
-    for mine_state, their_state in zip(ours[0][1], reference[0][1], strict=True):
-        assert_same_state(mine_state, their_state)
-
-
-def test_a_forward_that_one_rank_runs_for_itself_is_its_own_business() -> None:
-    """The move is where the ranks meet anyway, and not in a forward."""
-
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        module = Layers(reverse=True)
-        model, events, _ = wrap(group, module)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        for step in range(3):
-            if rank == 1:
-                model(batch(rank, 50 + step))
-            model(batch(rank, step)).backward()
-            if rank == 1:
-                model(batch(rank, 60 + step))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert moves(events) == 1
-        return [param.detach().clone() for param in module.parameters()]
-
-    first, second = run_ranks(2, run)
-    assert all(map(torch.equal, first, second))
-
-
-def test_a_graph_that_is_kept_over_the_move_gives_the_same_gradients_again() -> None:
+def test_graph_kept_over_the_move_gives_same_grads() -> None:
     """Its second backward begins after the parameters have got other memory, before they have got other values."""
 
     def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor | None]:
@@ -214,11 +129,9 @@ def assert_same_save(mine: Saved, theirs: Saved) -> None:
     assert_same_state(mine[1], theirs[1])
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("make", "dtype"), [(adamw, torch.float32), (momentum, torch.float32), (groups, torch.bfloat16)]
+    ("make", "dtype", "before", "after"), [(adamw, torch.float32, False, True), (momentum, torch.float32, True, False)]
 )
-@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
 def test_a_run_that_resumes_goes_on_to_the_bit(
     make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype, before: bool, after: bool
 ) -> None:

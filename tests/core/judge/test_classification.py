@@ -213,7 +213,7 @@ def test_every_optimizer_is_divided_as_it_can_be(kind: Any, way: str, reason: st
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, 1e-5, 1.0, torch.tensor(0.0)])
-def test_no_learning_rate_hides_what_an_optimizer_looks_at(lr: Any) -> None:
+def test_no_rate_hides_what_an_optimizer_reads(lr: Any) -> None:
     optimizer = AdamByAnotherName(params(), lr=lr, foreach=False)
     assert found(optimizer).way == "flat"
     assert optimizer.param_groups[0]["lr"] is lr
@@ -221,12 +221,7 @@ def test_no_learning_rate_hides_what_an_optimizer_looks_at(lr: Any) -> None:
     assert found(optimizers.DecaysByMean(params(), lr=lr)).way == "refused"
 
 
-@pytest.mark.parametrize("kind", [AdamByAnotherName, optimizers.Lamb, optimizers.GloballyNormalised])
-def test_fp64_has_the_same_answer(kind: Any) -> None:
-    assert found(kind(params()), torch.float64).way == found(kind(params())).way
-
-
-def test_muon_is_tested_with_matrices_since_it_refuses_others() -> None:
+def test_muon_is_tested_with_matrices() -> None:
     assert found(torch.optim.Muon(params((9, 4), (90, 60)))).way == "whole"
 
 
@@ -243,7 +238,7 @@ def test_groups_are_classified_one_by_one() -> None:
     assert classes[1].num_kept == {2: 1}
 
 
-def test_names_of_elementwise_state_and_changed_options_are_found() -> None:
+def test_names_of_elementwise_state_are_found() -> None:
     one = found(ScheduleFree(params()))
     assert one.element_names == {"z", "square"}
     assert one.changed_options == {"k", "weight_sum", "train_mode"}
@@ -286,11 +281,10 @@ OPTIONS: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("kind", "options"), [(kind, one) for kind, several in OPTIONS.items() for one in several])
-@pytest.mark.parametrize("lr", [1e-6, 1.0])
-def test_the_poison_test_finds_what_is_remembered(kind: Any, options: dict[str, Any], lr: float) -> None:
+def test_the_poison_test_finds_what_is_remembered(kind: Any, options: dict[str, Any]) -> None:
     derived = type(kind.__name__, (kind,), {})
-    remembered = found(kind(params(), **{"lr": lr, **options}))
-    tested = found(derived(params(), **{"lr": lr, **options}))
+    remembered = found(kind(params(), **{"lr": 1e-6, **options}))
+    tested = found(derived(params(), **{"lr": 1e-6, **options}))
     assert (tested.way, tested.is_tested, remembered.is_tested) == ("flat", True, False)
     assert tested.element_names == remembered.element_names
     assert not tested.changed_options

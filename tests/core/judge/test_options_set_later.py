@@ -88,8 +88,8 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:2]}, {"params": params[2:]}]
 
 
-def config(*, sharded: bool = True) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(bucket_size=100, use_distributed_optimizer=sharded)
+def config() -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(bucket_size=100)
 
 
 def train(model: Any, optimizer: Any, rank: int, set_later: SetLater) -> None:
@@ -102,7 +102,7 @@ def train(model: Any, optimizer: Any, rank: int, set_later: SetLater) -> None:
 
 
 @pytest.mark.parametrize("set_later", [in_all_groups(weight_decay=0.1), in_the_last_group, by_a_loaded_state])
-def test_an_option_that_couples_elements_is_refused_at_the_step_that_would_use_it(set_later: SetLater) -> None:
+def test_option_coupling_elements_is_refused_at_step(set_later: SetLater) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, config(), group)
@@ -122,9 +122,6 @@ def test_an_option_that_couples_elements_is_refused_at_the_step_that_would_use_i
 
 CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], SetLater]] = {
     "momentum": (lambda p: torch.optim.SGD(p, lr=0.1), in_all_groups(momentum=0.9, weight_decay=0.1)),
-    "nesterov": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), in_all_groups(nesterov=True, maximize=True)),
-    "decay": (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0), in_the_last_group),
-    "decay-adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1), in_the_last_group),
     "beta": (lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.9)), in_all_groups(betas=(0.9, 0.99))),
     "loaded": (lambda p: torch.optim.SGD(p, lr=0.1), by_a_loaded_state),
     "state-at-construction": (
@@ -136,12 +133,8 @@ CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], SetLater]] = {
 }
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_other_options_may_be_set_at_any_time_and_change_what_they_change_under_torch_ddp(
-    name: str, sharded: bool
-) -> None:
+def test_options_set_later_equal_torch_ddp(name: str) -> None:
     make, set_later = CHANGES[name]
 
     def started(optimizer: Any) -> Any:
@@ -152,7 +145,7 @@ def test_other_options_may_be_set_at_any_time_and_change_what_they_change_under_
     def run(rank: int, group: ProcessGroup) -> None:
         theirs, ours, plain = two_layers(), two_layers(), two_layers()
         train(TorchDDP(theirs, process_group=group), started(make(groups_of(theirs))), rank, set_later)
-        model = DistributedDataParallel(ours, config(sharded=sharded), group)
+        model = DistributedDataParallel(ours, config(), group)
         train(model, started(DistributedOptimizer(make(groups_of(ours)), model)), rank, set_later)
         train(TorchDDP(plain, process_group=group), started(make(groups_of(plain))), rank, lambda _: None)
         assert not all(map(torch.equal, theirs.parameters(), plain.parameters())), "nothing was set"

@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megastrategy.core.judge.classification import classify
-from tests.support.optimizers import KeepsLargest
 
 CPU = torch.device("cpu")
 
@@ -108,17 +107,7 @@ def test_what_a_step_counts_and_draws_stays_as_it_was(make_one: Any, trace: Any)
     assert trace(optimizer) == before
 
 
-def test_ranks_with_other_random_numbers_get_one_answer() -> None:
-    """The answer for a step that draws must not depend on the program's numbers."""
-    answers = []
-    for seed in range(4):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        answers.append(ways(make(lambda o: o.param_groups[0].update(lr=0.1 + (random.random() < 0.1)))))
-    assert answers == [answers[0]] * 4
-
-
-def test_neither_global_hooks_nor_the_optimizers_own_are_called() -> None:
+def test_poison_test_calls_no_hooks() -> None:
     calls: list[str] = []
     optimizer = make(lambda o: None)  # whose step calls its base's, which calls global hooks again
     handles = [
@@ -184,18 +173,12 @@ def only_where_a_gradient_is_nan(params: list[nn.Parameter]) -> Calls:
 
 
 @pytest.mark.parametrize("make_one", [by_closure, by_module, only_where_a_gradient_is_nan])
-def test_a_step_that_reaches_the_model_is_stopped_before_it_writes(make_one: Any) -> None:
+def test_step_reaching_the_model_is_stopped(make_one: Any) -> None:
     params = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))]
     (one,) = classify(make_one(params), CPU, torch.float32)
     assert one.way == "refused"
     assert make_one is only_where_a_gradient_is_nan or "by another way than its groups" in one.reason
     assert all(bool((param == 1).all()) for param in params)
-
-
-def test_objects_that_an_optimizer_keeps_stay_as_they_were() -> None:
-    watching = KeepsLargest([nn.Parameter(torch.ones(4, 5))])
-    ways(watching)
-    assert watching.watch.largest == 0
 
 
 def test_what_cannot_be_copied_is_refused_by_name() -> None:

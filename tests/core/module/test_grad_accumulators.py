@@ -98,7 +98,7 @@ def test_every_forward_uses_the_nodes_of_the_wrapping(options: dict[str, Any]) -
     run_ranks(2, run)
 
 
-def test_16_bit_parameters_accumulate_in_fp32_through_kept_nodes() -> None:
+def test_nodes_of_16_bit_params_accumulate_in_fp32() -> None:
     """A node that was made before the gradient's dtype was set would round what it accumulates."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -117,20 +117,6 @@ def test_16_bit_parameters_accumulate_in_fp32_through_kept_nodes() -> None:
         grads = [param.grad for param in module.parameters()]
         assert all(grad is not None and grad.dtype == torch.float32 for grad in grads)
         assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in grads if grad is not None)
-
-    run_ranks(2, run)
-
-
-def test_parameters_that_are_unfrozen_have_their_nodes_kept_from_then_on() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Model()
-        module.layers[0].requires_grad_(False)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=20), group)
-        loss_of(model, rank, 0).backward()
-        module.layers[0].requires_grad_(True)
-        loss_of(model, rank, 1).backward()
-        mark(module.parameters(), "joined")
-        assert is_marked(leaves(loss_of(model, rank, 2)), "joined") == [True] * 6
 
     run_ranks(2, run)
 
@@ -168,7 +154,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> _Streams:
     return found
 
 
-def test_nodes_follow_a_loop_that_goes_over_to_another_stream(streams: _Streams) -> None:
+def test_nodes_follow_the_loop_to_another_stream(streams: _Streams) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = Model()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)

@@ -6,7 +6,6 @@ meet.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -106,12 +105,6 @@ def graphs() -> list[int]:
     return [order_of_second_backward("module", options)[1] for options in WHOLE[dist.get_world_size()]]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("size", WHOLE)
-def test_a_graph_is_whole_where_nothing_can_be_sent_earlier(size: int) -> None:
-    assert run_processes(size, graphs) == [[1] * len(WHOLE[size])] * size
-
-
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,14 +142,6 @@ def test_split_graphs_train_as_torch_ddps_do() -> None:
     for pairs in run_processes(2, trained_by_both, "aot_eager", [{}, {"use_distributed_optimizer": False}]):
         for theirs, ours in pairs:
             assert all(map(torch.equal, theirs, ours))
-
-
-@pytest.mark.long  # compiles C++; aot_eager splits the same graphs
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_split_graphs_train_as_torch_ddps_do_with_inductor() -> None:
-    for [(theirs, ours)] in run_processes(2, trained_by_both, "inductor", [{}]):
-        for of_theirs, of_ours in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(of_ours, of_theirs, rtol=1e-5, atol=1e-7)
 
 
 # --- the attribute of torch's DDP ------------------------------------------------------------------------------------

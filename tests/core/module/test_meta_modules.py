@@ -26,7 +26,7 @@ def test_a_parameter_of_two_modules_stays_one() -> None:
     assert module.head.weight.abs().sum() > 0
 
 
-def test_what_has_memory_keeps_its_values_and_its_identity() -> None:
+def test_params_with_memory_keep_values() -> None:
     real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = {name: tensor.clone() for name, tensor in real.state_dict().items()}
     weight = real[0].weight

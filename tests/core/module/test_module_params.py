@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from tests.support.engines import each_of, engines
+from tests.support.engines import engines
 from tests.support.ranks import run_ranks
 
 ENGINES = {
@@ -23,7 +23,6 @@ ENGINES = {
     **engines("all-reduce", bucket_size=1),
     **engines("forward"),
 }
-each_engine = each_of(ENGINES)
 
 
 # It works still, and so do modules that were saved so.
@@ -97,16 +96,6 @@ def scripted() -> nn.Module:
     return made
 
 
-KINDS: list[Callable[[], nn.Module]] = [
-    OldSignature,
-    HidesItsHead,
-    HidesAll,
-    ScriptsItsBody,
-    TracesItsHead,
-    scripted,
-]
-
-
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -135,11 +124,18 @@ def weights(module: nn.Module) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@each_engine
-def test_what_a_module_says_of_its_parameters_hides_none(
-    kind: Callable[[], nn.Module], size: int, options: Mapping[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        (OldSignature, 2, ENGINES["reduce-scatter"]),
+        (TracesItsHead, 2, ENGINES["reduce-scatter"]),
+        (scripted, 2, ENGINES["reduce-scatter"]),
+        (HidesAll, 2, ENGINES["all-reduce"]),
+        (ScriptsItsBody, 2, ENGINES["forward"]),
+        (HidesItsHead, 1, ENGINES["pooled"]),
+    ],
+)
+def test_modules_hide_no_params(kind: Callable[[], nn.Module], size: int, options: Mapping[str, Any]) -> None:
     made = [[filled(kind()) for _ in range(size)] for _ in range(2)]  # scripting is not for threads
 
     def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
@@ -182,8 +178,16 @@ class HasItsOwn(Net):
         return super().forward(x) + self.own.table.square().sum()
 
 
-@each_engine
-def test_ignored_parameters_and_buffers_are_each_ranks_own(size: int, options: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        pytest.param(2, ENGINES["reduce-scatter"], id="2-reduce-scatter"),
+        pytest.param(2, ENGINES["all-reduce"], id="2-all-reduce"),
+        pytest.param(2, ENGINES["forward"], id="2-forward"),
+        pytest.param(1, ENGINES["pooled"], id="1-pooled"),
+    ],
+)
+def test_ignored_params_stay_local(size: int, options: Mapping[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
         module = HasItsOwn(rank)
         filled(module.body)
@@ -221,11 +225,16 @@ def wrapped(
     return model, DistributedOptimizer(inner, model)
 
 
-@each_engine
-@pytest.mark.parametrize("loaded", ["at once", "before a step", "anew"])
-def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
-    size: int, options: Mapping[str, Any], loaded: str
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "options", "loaded"),
+    [
+        pytest.param(2, ENGINES["reduce-scatter"], "at once", id="2-reduce-scatter-at once"),
+        pytest.param(2, ENGINES["forward"], "at once", id="2-forward-at once"),
+        pytest.param(1, ENGINES["pooled"], "before a step", id="1-pooled-before a step"),
+        pytest.param(2, ENGINES["all-reduce"], "anew", id="2-all-reduce-anew"),
+    ],
+)
+def test_ignored_params_load_state_of_their_rank(size: int, options: Mapping[str, Any], loaded: str) -> None:
     """In tables of other lengths; of all ranks only the last steps the one that comes first."""
 
     def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
@@ -261,7 +270,7 @@ def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
 
 
 @pytest.mark.parametrize("name", ["scale", ".scale"])
-def test_a_name_that_torch_would_only_broadcast_or_only_reduce_is_refused(name: str) -> None:
+def test_half_ignored_name_is_refused(name: str) -> None:
     module = Net()
     module._ddp_params_and_buffers_to_ignore = [name]
 
@@ -299,16 +308,18 @@ def marked_by_its_parallelism(param: Any) -> None:
     param.expert_model_parallel = True
 
 
-MARKS = [
-    *(marked_as_deepspeed_does, marked_as_megatron_does, marked_as_fairscale_does, marked_as_tutel_does),
-    *(marked_by_a_number, marked_by_its_parallelism),
-]
-
-
-@pytest.mark.parametrize("mark", MARKS, ids=lambda mark: mark.__name__)
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-@each_engine
-def test_a_parameter_that_is_marked_as_an_experts_is_refused(
+@pytest.mark.parametrize(
+    ("mark", "is_frozen", "size", "options"),
+    [
+        (marked_as_deepspeed_does, False, 2, ENGINES["reduce-scatter"]),
+        (marked_as_megatron_does, True, 1, ENGINES["pooled"]),
+        (marked_as_fairscale_does, False, 2, ENGINES["all-reduce"]),
+        (marked_as_tutel_does, True, 2, ENGINES["forward"]),
+        (marked_by_a_number, False, 2, ENGINES["reduce-scatter"]),
+        (marked_by_its_parallelism, False, 2, ENGINES["reduce-scatter"]),
+    ],
+)
+def test_param_marked_as_expert_is_refused(
     mark: Callable[[Any], None], is_frozen: bool, size: int, options: Mapping[str, Any]
 ) -> None:
     """With both ways out. On one rank it is neither replaced nor averaged; unmarked, or ignored, it is no expert's."""
@@ -346,9 +357,8 @@ NARROW = (
 )
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=["sharded", "all-reduce"])
-def test_frozen_parameters_and_buffers_of_every_dtype_become_rank_0s(options: dict[str, Any], size: int) -> None:
+@pytest.mark.parametrize(("options", "size"), [({}, 1), ({"use_distributed_optimizer": False}, 2)], ids=str)
+def test_frozen_params_of_every_dtype_are_broadcast(options: dict[str, Any], size: int) -> None:
     """As a quantised model has them."""
 
     def run(rank: int, group: ProcessGroup) -> None:

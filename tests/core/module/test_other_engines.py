@@ -3,10 +3,8 @@ refused by name."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +12,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
-from tests.support.engines import engines
+from megastrategy import DistributedDataParallel
 from tests.support.models import two_layers
 from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks
-
-MODES = engines("reduce-scatter", "all-reduce", "pooled")
-either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 def nested() -> nn.Module:
@@ -32,33 +26,30 @@ def nested() -> nn.Module:
 # --- torch DDP -------------------------------------------------------------------------------------------------------
 
 
-@either_mode
-def test_torch_ddp_inside_is_refused_by_the_name_of_the_submodule(options: dict[str, Any]) -> None:
+def test_torch_ddp_inside_is_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = nested()
         module[0][1] = TorchDDP(module[0][1], process_group=group)
-        config = DistributedDataParallelConfig(**options)
         with pytest.raises(ValueError, match=r"submodule '0\.1' is a DistributedDataParallel of torch's.*\.module"):
-            DistributedDataParallel(module, config, group)
+            DistributedDataParallel(module, process_group=group)
         with pytest.raises(ValueError, match="the module is a DistributedDataParallel of torch's"):
-            DistributedDataParallel(module[0][1], config, group)
+            DistributedDataParallel(module[0][1], process_group=group)
         module[0][1] = module[0][1].module  # the way out
-        model = DistributedDataParallel(module, config, group)
+        model = DistributedDataParallel(module, process_group=group)
         model(torch.ones(2, 10)).sum().backward()
 
     run_ranks(2, run)
 
 
-@either_mode
 @pytest.mark.parametrize("direct", [True, False])
-def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any], direct: bool) -> None:
+def test_torch_ddp_around_is_refused(direct: bool) -> None:
     """Its constructor asks nothing of a submodule, so a forward is the first that can tell."""
     one_at_a_time = threading.Lock()  # torch notes whose forward is under way once for all threads of a process
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = nested()
         model: nn.Module
-        model = inner = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        model = inner = DistributedDataParallel(module, process_group=group)
         outer = TorchDDP(inner if direct else nn.Sequential(nn.Linear(10, 10), inner), process_group=group)
         with pytest.raises(ValueError, match=r"inside a DistributedDataParallel of torch's \(around a \w+\)"):
             with one_at_a_time:
@@ -91,33 +82,23 @@ def message(run: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def refusals() -> dict[str, dict[str, str]]:
-    """By mode, and by what was done to the module."""
+def refusals() -> dict[str, str]:
+    """By what was done to the module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    found: dict[str, dict[str, str]] = {}
-    for mode, options in MODES.items():
-        wrap = functools.partial(DistributedDataParallel, config=DistributedDataParallelConfig(**options))
-        torch.manual_seed(0)
-        one, sharded, later = Tied(), Tied(), Tied()
-        parallelize_module(one, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-        model = wrap(later)
-        parallelize_module(later, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
-        found[mode] = {
-            "one": message(lambda: wrap(one)),  # noqa: B023 - called at once
-            "fully_shard": message(lambda: wrap(sharded)),  # noqa: B023
-            "after wrapping": message(lambda: model(torch.arange(4))),  # noqa: B023
-        }
-    return found
-
-
-@pytest.fixture(scope="module")
-def refused() -> list[dict[str, dict[str, str]]]:
-    """Processes, since a mesh is over the default group; once, as what they import takes seconds."""
-    return run_processes(2, refusals)
+    torch.manual_seed(0)
+    one, sharded, later = Tied(), Tied(), Tied()
+    parallelize_module(one, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    model = DistributedDataParallel(later)
+    parallelize_module(later, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
+    return {
+        "one": message(lambda: DistributedDataParallel(one)),
+        "fully_shard": message(lambda: DistributedDataParallel(sharded)),
+        "after wrapping": message(lambda: model(torch.arange(4))),
+    }
 
 
 TEXTS = {
@@ -127,10 +108,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("done", TEXTS)
-def test_dtensors_over_data_parallel_ranks_are_refused(
-    refused: list[dict[str, dict[str, str]]], mode: str, done: str
-) -> None:
-    for found in refused:
-        assert TEXTS[done] in found[mode][done]
+def test_dtensors_over_data_parallel_ranks_are_refused() -> None:
+    for found in run_processes(2, refusals):
+        for done, text in TEXTS.items():
+            assert text in found[done]

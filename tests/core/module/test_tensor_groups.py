@@ -163,7 +163,7 @@ def answered() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", TOLD)
-def test_a_batch_that_differs_in_a_tensor_group_is_named(answered: list[dict[str, Any]], what: str) -> None:
+def test_batch_differing_in_tensor_group_is_named(answered: list[dict[str, Any]], what: str) -> None:
     for rank, text in enumerate(answer["batches"][what] for answer in answered):
         if rank < 2 or not TOLD[what]:  # a group of its own, whose batches are equal
             assert text == ""
@@ -173,14 +173,14 @@ def test_a_batch_that_differs_in_a_tensor_group_is_named(answered: list[dict[str
             assert "mesh.get_local_rank" in text
 
 
-def test_random_states_that_differ_in_a_tensor_group_are_warned_of_once(answered: list[dict[str, Any]]) -> None:
+def test_random_states_differing_in_group_warn_once(answered: list[dict[str, Any]]) -> None:
     texts = [answer["random_states"] for answer in answered]
     assert [len(text) for text in texts] == [1, 0, 1, 0], "once a group"
     assert "the random state of cpu differs" in texts[0][0]
     assert "tensor rank 1" in texts[0][0]
 
 
-def test_a_parameter_that_is_cut_twice_is_refused_by_name(answered: list[dict[str, Any]]) -> None:
+def test_param_cut_twice_is_refused(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         assert "parameter 'up.weight' is a DTensor (_StridedShard" in answer["cut_twice"]
 
@@ -193,7 +193,7 @@ def test_replicas_that_parted_are_named_on_all_ranks(answered: list[dict[str, An
         assert "'down.bias' has one value on tensor rank 0 and another on tensor rank 1" in over_tensors
 
 
-def test_replicas_begin_as_those_of_rank_zero_and_parts_as_those_of_data_parallel_rank_zero(
+def test_replicas_begin_as_those_of_rank_0(
     answered: list[dict[str, Any]],
 ) -> None:
     assert [answer["parted_before_the_wrap"] for answer in answered] == [(0.0, 0.0), (0.0, 1.0)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,18 +31,17 @@ from tests.support.tensor_parallel import (
     whole,
 )
 
-MATRIX = [
-    Case(mode, sequence_parallel, accumulate, tied)  # type: ignore[arg-type] # a name of a mode
-    for mode, sequence_parallel, accumulate, tied in itertools.product(
-        ("reduce-scatter", "all-reduce", "pooled", "forward", "flattened"), (True, False), (1, 3), (False, True)
-    )
-]
 SOME = [
     Case("reduce-scatter", True, 3, True, steps=3),
     Case("all-reduce", True, 1, False, steps=3),
     Case("pooled", True, 3, False, vocab=509, steps=3),
 ]
-LONG = [Case("reduce-scatter", False, 1, False, steps=50)]
+LONG = [
+    Case("reduce-scatter", False, 1, False, steps=50),
+    Case("forward", True, 3, True),
+    Case("flattened", False, 3, False),
+    Case("all-reduce", False, 3, True),
+]
 
 
 def trained(tp: int, cases: list[Case]) -> list[Outcome]:
@@ -59,16 +57,14 @@ def on_mesh(dp: int, tp: int, cases: list[Case]) -> Iterator[tuple[Case, list[Ou
 
 WORLDS = [
     pytest.param(2, 2, SOME, id="2x2"),
-    pytest.param(2, 2, LONG, id="50 steps", marks=pytest.mark.long),
-    *(
-        pytest.param(dp, tp, MATRIX, id=f"all-{dp}x{tp}", marks=pytest.mark.long)
-        for dp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4))
-    ),
+    pytest.param(2, 2, LONG, id="long 2x2", marks=pytest.mark.long),
+    pytest.param(1, 4, LONG, id="long 1x4", marks=pytest.mark.long),
+    pytest.param(2, 4, LONG, id="long 2x4", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize(("dp", "tp", "cases"), WORLDS)
-def test_a_mesh_trains_as_one_process_does_on_all_batches(dp: int, tp: int, cases: list[Case]) -> None:
+def test_mesh_trains_as_one_process(dp: int, tp: int, cases: list[Case]) -> None:
     for case, outcomes in on_mesh(dp, tp, cases):
         alone = train_alone(case, dp)
         for rank, outcome in enumerate(outcomes):
@@ -85,27 +81,16 @@ def test_a_mesh_trains_as_one_process_does_on_all_batches(dp: int, tp: int, case
         torch.testing.assert_close(sum(map(sum, losses)), sum(alone.losses), rtol=1e-6, atol=0.0)
 
 
-def test_the_norm_is_dominated_by_what_must_be_counted_once() -> None:
-    """Else the comparison above would not see that replicas are counted twice."""
-    module = make_module(Case(), None)
-    tokens = tokens_of(Case(), 0, 0, 0)
-    module.loss(module(tokens), tokens).backward()
-    squares = {name: float(param.grad.square().sum()) for name, param in module.named_parameters()}  # type: ignore[union-attr]
-    replicated = sum(square for name, square in squares.items() if "norm" in name or "mix" in name)
-    assert replicated > 0.01 * sum(squares.values()), "ten thousand times the tolerance"
-
-
 BF16 = [
-    Case(mode, sequence_parallel, accumulate, tied, torch.bfloat16, steps=10)  # type: ignore[arg-type] # a name
-    for mode, sequence_parallel, accumulate, tied in itertools.product(
-        ("reduce-scatter", "all-reduce", "pooled"), (True, False), (1, 3), (False, True)
-    )
+    Case("reduce-scatter", True, 3, True, torch.bfloat16, steps=10),
+    Case("all-reduce", False, 1, False, torch.bfloat16, steps=10),
+    Case("pooled", True, 3, False, torch.bfloat16, steps=10),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)])
-def test_16_bit_weights_have_main_params_of_their_parts(dp: int, tp: int) -> None:
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4)])
+def test_16_bit_parts_have_main_params(dp: int, tp: int) -> None:
     """Forwards round otherwise where a sum is cut, so weights agree to a step of bf16, replicas to the bit."""
     for case, outcomes in on_mesh(dp, tp, BF16):
         alone, start = train_alone(case, dp), make_module(case, None).state_dict()
@@ -124,7 +109,7 @@ def with_and_without(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
     return [(train_on(mesh, case), train_on(mesh, case, parallel=False)) for case in cases]
 
 
-def test_one_tensor_rank_is_the_engine_without_any_to_the_bit() -> None:
+def test_one_tensor_rank_has_bits_of_none() -> None:
     cases = [Case("reduce-scatter", True, 3, True, steps=3), Case("pooled", True, 1, False, steps=3)]
     for outcomes in run_processes(2, with_and_without, cases):
         for one, plain in outcomes:
@@ -277,18 +262,18 @@ def test_a_rank_has_bytes_of_its_parts_alone(answered: list[dict[str, Any]]) -> 
         assert max(found["state"] for found in columns) <= columns[0]["local"] + columns[0]["padding"]
 
 
-def test_a_nan_on_one_rank_of_the_mesh_stops_all_and_is_named(answered: list[dict[str, Any]]) -> None:
+def test_nan_on_one_mesh_rank_stops_all(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         text, before, after = answer["nan_on_one_rank"]
         assert "rank 0, tensor rank 1, parameter 'blocks.1.down.weight'" in text
         assert before == after
 
 
-def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
+def test_infinite_grad_on_mesh_skips_step_of_all(answered: list[dict[str, Any]]) -> None:
     assert [answer["inf_on_one_rank"] for answer in answered] == [(2.0, True)] * 4
 
 
-def test_norms_of_single_parameters_are_those_of_their_whole_gradients(answered: list[dict[str, Any]]) -> None:
+def test_norms_of_cut_params_are_of_whole_grads(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         norms, full = answer["norms_of_params"]
         assert norms == answered[0]["norms_of_params"][0], "the same bits"
@@ -312,7 +297,7 @@ def test_what_is_not_understood_is_refused_by_name(answered: list[dict[str, Any]
         assert REFUSED[what] in answer["refusals"][what]
 
 
-def test_a_tie_that_parallelize_module_broke_is_named_once(answered: list[dict[str, Any]]) -> None:
+def test_tie_broken_by_parallelize_is_named(answered: list[dict[str, Any]]) -> None:
     told = [answer["tie_warnings"] for answer in answered]
     assert [len(texts) for texts in told] == [1, 0, 0, 0]
     assert "'embed.weight' and 'head.weight' have equal values" in told[0][0]

@@ -15,7 +15,6 @@ from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 
 both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["shards", "all-reduce"])
-both_numbers_of_ranks = pytest.mark.parametrize("size", [1, 2])
 
 
 class Shared(nn.Module):
@@ -34,8 +33,7 @@ def wrap(module: nn.Module, group: ProcessGroup, sharded: bool) -> DistributedDa
     return DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
 
 
-@both_modes
-@both_numbers_of_ranks
+@pytest.mark.parametrize(("size", "sharded"), [(1, True), (2, False)])
 def test_a_wrapper_that_has_lost_its_module_says_so(size: int, sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
@@ -53,9 +51,8 @@ def test_a_wrapper_that_has_lost_its_module_says_so(size: int, sharded: bool) ->
     run_ranks(size, run)
 
 
-@both_modes
-@both_numbers_of_ranks
-def test_a_layer_of_a_model_that_was_dropped_is_taken_over(size: int, sharded: bool) -> None:
+@pytest.mark.parametrize(("size", "sharded"), [(1, True), (2, False)])
+def test_layer_of_dropped_model_is_taken_over(size: int, sharded: bool) -> None:
     """The old wrapper is in a circle of references, as a LightningModule and its Trainer are."""
 
     def run(rank: int, group: ProcessGroup) -> None:

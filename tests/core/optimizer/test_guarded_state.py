@@ -53,7 +53,7 @@ def started(rank: int, group: ProcessGroup, **options: Any) -> tuple[Net, Any]:
 
 
 @pytest.mark.parametrize("look_up", LOOK_UPS.values(), ids=LOOK_UPS)
-def test_a_look_up_by_parameter_is_refused_with_the_way_out(look_up: Callable[[Any, Any], object]) -> None:
+def test_state_lookup_by_param_is_refused(look_up: Callable[[Any, Any], object]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         net, optimizer = started(rank, group)
         with pytest.raises(DirectUseError, match=r"'first\.weight'.*state_dict\(\).*use_distributed_optimizer=False"):
@@ -62,7 +62,7 @@ def test_a_look_up_by_parameter_is_refused_with_the_way_out(look_up: Callable[[A
     run_ranks(2, run)
 
 
-def test_what_is_stepped_itself_and_all_of_the_state_are_shown() -> None:
+def test_whole_state_is_shown() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         net, optimizer = started(rank, group)
         state = optimizer.state
@@ -83,45 +83,8 @@ def test_what_is_stepped_itself_and_all_of_the_state_are_shown() -> None:
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("assigns", [True, False])
-def test_loaded_state_may_be_forgotten(assigns: bool, dtype: torch.dtype) -> None:
-    """Also before the first step, until which it waits; loaded main params, which are weights, stay."""
-
-    def make(group: ProcessGroup) -> tuple[nn.Module, DistributedDataParallel, DistributedOptimizer]:
-        net = nn.Linear(4, 4, dtype=dtype)
-        model = DistributedDataParallel(net, process_group=group)
-        return net, model, DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1), model)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        net, model, optimizer = make(group)
-        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
-        optimizer.step()
-        saved, mains = optimizer.state_dict(), optimizer.main_params()
-        assert rank or saved["state"]
-        weights = {name: value.clone() for name, value in net.state_dict().items()}
-        net, model, optimizer = make(group)
-        net.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        optimizer.load_main_params(mains)
-        if assigns:
-            optimizer.state = collections.defaultdict(dict)
-        else:
-            optimizer.state.clear()
-        assert not optimizer.state_dict()["state"]
-        kept = optimizer.main_params()
-        assert kept.keys() == mains.keys()
-        assert all(torch.equal(kept[name], mains[name]) for name in mains)
-        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
-        optimizer.step()
-        steps = [int(values["step"]) for values in optimizer.state_dict()["state"].values()]
-        assert set(steps) == ({1} if rank == 0 else set())
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("loads", [True, False])
-def test_its_truth_is_the_same_on_a_rank_that_steps_nothing(loads: bool) -> None:
+def test_state_truth_is_the_same_on_all_ranks(loads: bool) -> None:
     """torch's checkpoint helpers step an optimizer whose state is false, and a step is collective."""
 
     def run(rank: int, group: ProcessGroup) -> list[tuple[bool, int]]:

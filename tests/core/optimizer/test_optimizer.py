@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,16 +13,16 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CheckpointError, OptimizerNotShardableError
-from tests.support.models import awkward_model, images, two_layers
+from tests.support.models import two_layers
 from tests.support.notes import Notes
 from tests.support.optimizers import Lamb
 from tests.support.ranks import run_ranks
-from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp, train_with_ours
+from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp
 
 SHARDED = DistributedDataParallelConfig(bucket_size=200)
 
 
-def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
+def test_users_optimizer_steps_and_shows_params() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, SHARDED, group)
@@ -89,60 +90,8 @@ def test_a_group_of_which_a_rank_owns_nothing_stays() -> None:
     assert any(0 in rank for rank in lengths), "some rank owns nothing of some group"
 
 
-@pytest.mark.parametrize("saved_on", [1, 2, 3])
-@pytest.mark.parametrize("loaded_on", [1, 2, 3])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_state_moves_between_numbers_of_ranks_and_engines(saved_on: int, loaded_on: int, sharded: bool) -> None:
-    """Saved on so many ranks, loaded on so many others, with another bucket size: equal tensor by tensor."""
-    run = Run(options=(("lr", 0.01), ("amsgrad", True)), groups=3, steps=3)
-    saved = train_with_ours(run, saved_on, SHARDED)[0].optimizer_state
-
-    def load(rank: int, group: ProcessGroup) -> dict[str, Any]:
-        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(awkward_model(), config, group)
-        optimizer = DistributedOptimizer(run.make_optimizer(model), model)
-        optimizer.load_state_dict(saved)
-        return optimizer.state_dict()
-
-    assert_same_state(run_ranks(loaded_on, load)[0], saved)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "RAdam", "Adagrad", "Rprop", "ASGD", "Adadelta", "Adamax"])
-def test_state_of_torch_ddp_is_continued_to_the_bit(name: str) -> None:
-    """Six steps under torch DDP equal three there and three here; and the plain optimizer loads ours."""
-    options = (("lr", 0.01), ("momentum", 0.9)) if name == "SGD" else (("lr", 0.01),)
-    whole, half = Run(name, options, steps=6), Run(name, options, steps=3)
-    middle = train_with_ddp(half, 2)
-
-    def go_on(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        module = awkward_model()
-        module.load_state_dict(middle[rank].weights)
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(whole.make_optimizer(model), model)
-        optimizer.load_state_dict(middle[0].optimizer_state)
-        for step in range(3, 6):
-            optimizer.zero_grad()
-            model(images(rank, step, 0), step, rank).backward()
-            optimizer.step()
-        state = optimizer.state_dict()
-        return {key: value.clone() for key, value in module.state_dict().items()}, state
-
-    reference = train_with_ddp(whole, 2)
-    results = run_ranks(2, go_on)
-    for (weights, _), theirs in zip(results, reference, strict=True):
-        for key, value in theirs.weights.items():
-            assert torch.equal(weights[key], value), key
-    state = results[0][1]
-    assert_same_state(state, reference[0].optimizer_state)
-    plain = whole.make_optimizer(awkward_model())
-    plain.load_state_dict(state)
-    assert_same_state(plain.state_dict(), state)
-
-
-@pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW"])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_state_of_fp64_parameters_is_resumed_in_the_dtype_that_ddp_gives(name: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("name", "sharded"), [("NAdam", True), ("AdamW", True), ("ASGD", False)])
+def test_fp64_state_resumes_in_dtype_of_torch_ddp(name: str, sharded: bool) -> None:
     """torch makes some counters in fp32; what it loads, all but ``step``, gets the parameter's dtype."""
     run = Run(name, (("lr", 0.01),), steps=3, dtype=torch.float64)
     saved = train_with_ddp(run, 2)[0].optimizer_state
@@ -156,42 +105,6 @@ def test_state_of_fp64_parameters_is_resumed_in_the_dtype_that_ddp_gives(name: s
         return optimizer.state_dict()
 
     assert_same_state(run_ranks(2, load)[0], plain.state_dict())
-
-
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 2)])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_main_params_move_between_numbers_of_ranks(saved_on: int, loaded_on: int, sharded: bool) -> None:
-    """Equal to the bit; and where a weight was changed since, the weight wins."""
-
-    def save(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        module = two_layers().bfloat16()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 10).bfloat16()).sum().backward()
-            optimizer.step()
-        return optimizer.main_params(), {key: value.clone() for key, value in module.state_dict().items()}
-
-    main_params, weights = run_ranks(saved_on, save)[0]
-    assert any(not torch.equal(main.bfloat16().float(), main) for main in main_params.values()), "more than 16 bits"
-    weights["2.bias"] = torch.full_like(weights["2.bias"], 3.0)
-
-    def load(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
-        module = two_layers().bfloat16()
-        module.load_state_dict(weights)
-        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(module, config, group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
-        optimizer.load_main_params(main_params)
-        model(torch.ones(2, 10).bfloat16()).sum().backward()
-        optimizer.step()
-        assert bool((module[2].bias == 3).all())
-        return optimizer.main_params()
-
-    loaded = run_ranks(loaded_on, load)[0]
-    for name, main in main_params.items():
-        assert torch.equal(loaded[name], main if name != "2.bias" else torch.full_like(main, 3.0)), name
 
 
 def test_state_built_before_wrapping_is_taken_over() -> None:
@@ -253,7 +166,7 @@ def test_parameters_join_by_add_param_group() -> None:
     run_ranks(2, run)
 
 
-def test_a_group_added_later_is_tried_as_those_at_the_start() -> None:
+def test_added_group_is_classified() -> None:
     class Mixed(Lamb):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -279,25 +192,7 @@ def test_a_group_added_later_is_tried_as_those_at_the_start() -> None:
     run_ranks(2, run)
 
 
-def test_clipping_by_value() -> None:
-    def run(rank: int, group: ProcessGroup, sharded: bool) -> list[Tensor]:
-        module = two_layers()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
-        optimizer.clip_grad_value_(0.5)
-        before = [param.detach().clone() for param in module.parameters()]
-        optimizer.step()
-        steps = [(a - b).abs().max() for a, b in zip(before, module.parameters(), strict=True)]
-        assert max(step.item() for step in steps) == pytest.approx(0.5, abs=1e-6)
-        return [param.detach().clone() for param in module.parameters()]
-
-    for a, b in zip(*(run_ranks(2, lambda r, g, s=s: run(r, g, s))[0] for s in (True, False)), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("norm_type", "sharded"), [(1.0, True), (3.0, True), (math.inf, True), (2.0, False)])
 def test_norms_of_every_order(norm_type: float, sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
@@ -349,27 +244,8 @@ def test_closures_and_steps_without_gradients() -> None:
     run_ranks(2, run)
 
 
-def test_local_gradients_are_reduced_at_the_step() -> None:
-    """Every backward under no_sync, then a step: the shards must hold all ranks' gradients, whatever was forgotten."""
-
-    def run(rank: int, group: ProcessGroup, forgotten: bool) -> Tensor:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        with model.no_sync():
-            model(torch.ones(2, 10) * (rank + 1)).square().sum().backward()
-        if not forgotten:
-            model.engine.finish_grad_sync()
-        optimizer.step()
-        return module[0].weight.detach().clone()
-
-    forgotten, reduced = (run_ranks(2, lambda r, g, f=f: run(r, g, f)) for f in (True, False))
-    assert torch.equal(forgotten[0], forgotten[1])
-    assert torch.equal(forgotten[0], reduced[0])
-
-
 @pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled"}, {"grad_wire_dtype": "bf16"}], ids=str)
-def test_a_clip_by_a_norm_that_is_not_finite_leaves_nothing_for_later_norms(options: dict[str, Any]) -> None:
+def test_nonfinite_clip_leaves_later_norms_finite(options: dict[str, Any]) -> None:
     """Its factor makes the elements between parameters NaN, too."""
 
     def run(rank: int, group: ProcessGroup) -> None:

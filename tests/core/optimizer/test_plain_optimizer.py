@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from tests.support.engines import COMMON, all_options, both_numbers_of_ranks
+from tests.support.engines import COMMON
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 
@@ -149,30 +149,27 @@ def wrapped_again_by_the_face(loop: Loop) -> None:
         model.close()
 
 
-PROGRAMS = (
-    by_hand,
-    by_the_face,
-    wrapped_again,
-    wrapped_again_without_close,
-    wrapped_again_by_the_face,
+@pytest.mark.parametrize(
+    ("program", "size", "options"),
+    [
+        (by_hand, 2, COMMON["reduce-scatter"]),
+        (by_the_face, 2, COMMON["forward"]),
+        (wrapped_again, 1, COMMON["pooled"]),
+        (wrapped_again_without_close, 2, COMMON["all-reduce"]),
+        (wrapped_again_by_the_face, 2, COMMON["pooled"]),
+    ],
 )
-
-
-@all_options
-@both_numbers_of_ranks
-@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_closed_model_gives_its_optimizer_back(program: Program, size: int, options: dict[str, Any]) -> None:
     assert_as_under_torch_ddp(program, size, options)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [by_hand, wrapped_again])
 def test_state_of_parameters_with_owners_comes_back(program: Program) -> None:
     assert_as_under_torch_ddp(program, 2, {"bucket_size": 100}, adafactor)
 
 
 @pytest.mark.parametrize("options", [*COMMON.values(), {"offload_optimizer_states": True}], ids=str)
-def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: dict[str, Any]) -> None:
+def test_closed_16_bit_model_has_state_in_its_dtype(options: dict[str, Any]) -> None:
     """Main params end with the wrapper. A checkpoint that is saved afterwards has them."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -199,7 +196,7 @@ def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: d
     run_ranks(2, run)
 
 
-def test_an_optimizer_of_a_model_in_use_is_refused_by_another() -> None:
+def test_optimizer_in_use_is_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         loop = Loop(rank, group, {"bucket_size": 100}, adamw)
         model, _ = loop.wrap()
@@ -242,9 +239,15 @@ def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@all_options
-@both_numbers_of_ranks
-@pytest.mark.parametrize("kind", [Averaging, ShowsNothing])
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        (Averaging, 2, COMMON["reduce-scatter"]),
+        (Averaging, 1, COMMON["pooled"]),
+        (Averaging, 2, COMMON["all-reduce"]),
+        (ShowsNothing, 2, COMMON["forward"]),
+    ],
+)
 def test_an_optimizer_around_ours_trains_as_it_is(
     kind: Callable[[Any], Any], size: int, options: dict[str, Any]
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.layout.blocks import HOST_BLOCK_NUMEL
 from tests.support.many_params import (
     ALL,
@@ -25,7 +24,7 @@ from tests.support.many_params import (
 from tests.support.ranks import run_ranks
 
 
-def test_two_hundred_parameters_are_stepped_as_one_tensor_a_bucket() -> None:
+def test_many_params_step_as_one_tensor_a_bucket() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, Many(200), bucket_size=4000)
         buckets = len(setup.model.layout.buckets)
@@ -55,11 +54,10 @@ HISTORIES = {
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("looks", [False, True], ids=["", "with a look at the state after each step"])
-@pytest.mark.parametrize("make", [adam, momentum, nadam, fused])
-@pytest.mark.parametrize("history", HISTORIES)
-def test_parameters_that_miss_steps_have_the_state_that_torch_gives_them(
+@pytest.mark.parametrize(
+    ("history", "make", "looks"), [("all", adam, False), ("one pauses", nadam, False), ("halves by turns", adam, False)]
+)
+def test_params_missing_steps_have_state_of_torch(
     history: str, make: Callable[[Any], torch.optim.Optimizer], looks: bool
 ) -> None:
     """To the bit, counters included: the ranks' gradients are equal, so the mean of two is exact."""
@@ -80,7 +78,7 @@ def test_parameters_that_miss_steps_have_the_state_that_torch_gives_them(
     assert_same_state(state, expected_state)
 
 
-def test_a_fused_kernel_that_rounds_the_last_elements_differently_gets_them_as_torch_gives_them() -> None:
+def test_fused_kernel_gets_last_elements_as_torch_does() -> None:
     """Parameters of 20 elements, whose neighbours begin at the next multiple of 64."""
     expected, _ = reference(Many(200, 20), [(list(range(200)), 1.0)] * 4, fused)
 
@@ -109,30 +107,12 @@ def test_runs_are_divided_once_not_by_parameter() -> None:
     run_ranks(2, run)
 
 
-def test_groups_are_stepped_with_their_own_options() -> None:
-    def make(params: Any) -> torch.optim.Optimizer:
-        params = list(params)
-        return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:9], "lr": 0.01}, {"params": params[9:]}])
-
-    expected, expected_state = reference(Many(12), [(ALL, 1.0)] * 3, make)
-
-    def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
-        setup = Setup(group, Many(12), make, bucket_size=10**6)
-        for _ in range(3):
-            setup.step(ALL, 1.0)
-        for param, value in zip(setup.module.parameters(), expected, strict=True):
-            assert torch.equal(param.detach(), value)
-        return setup.optimizer.state_dict()
-
-    state, _ = run_ranks(2, run)
-    assert_same_state(state, expected_state)
-
-
 @pytest.mark.parametrize(
-    "options", [{}, {"fused": True}, {"foreach": True}], ids=lambda options: next(iter(options), "")
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float32, {"foreach": True}), (torch.bfloat16, {"fused": True})],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, options: dict[str, bool]) -> None:
+def test_large_tensor_is_stepped_in_blocks(dtype: torch.dtype, options: dict[str, bool]) -> None:
     numel = 2 * (3 * HOST_BLOCK_NUMEL + 128)
 
     def make(params: Any) -> torch.optim.Optimizer:
@@ -154,44 +134,7 @@ def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, o
         assert_same_state(state, expected)
 
 
-def test_what_lies_between_is_left_to_the_optimizer_that_has_it() -> None:
-    even, odd = ALL[::2], ALL[1::2]
-    module = Many(12)
-    plain = [adam([module.weights[i] for i in even]), momentum([module.weights[i] for i in odd])]
-    for _ in range(3):
-        module.zero_grad()
-        module(ALL, 1.0).backward()
-        for optimizer in plain:
-            optimizer.step()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        ours = Many(12)
-        model = DistributedDataParallel(ours, process_group=group)
-        first = DistributedOptimizer(adam([ours.weights[i] for i in even]), model)
-        second = DistributedOptimizer(momentum([ours.weights[i] for i in odd]), model)
-        for _ in range(3):
-            model.zero_grad()
-            model(ALL, 1.0).backward()
-            first.step()
-            second.step()
-        assert all(map(torch.equal, ours.parameters(), module.parameters()))
-
-    run_ranks(2, run)
-
-
-def test_a_graph_from_before_a_step_is_refused_as_torch_refuses_it() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12))
-        loss = setup.model(ALL, 1.0)
-        loss.backward(retain_graph=True)
-        setup.optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(2, run)
-
-
-def test_a_parameter_in_several_tensors_has_a_counter_in_each_after_a_load() -> None:
+def test_param_in_several_runs_has_counters_after_load() -> None:
     numel = 2 * (3 * HOST_BLOCK_NUMEL + 128)
     _, expected = reference(Many(1, numel), [([0], 1.0)] * 3, adam)
 

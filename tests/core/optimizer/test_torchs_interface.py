@@ -119,9 +119,6 @@ def hook(trainee: Trainee) -> list[Any]:
     return calls
 
 
-PROGRAMS = [train, forget, assign_its_own_state, change_attributes, hook]
-
-
 def rmsprop(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Its ``__setstate__`` looks at the state of each parameter."""
     return torch.optim.RMSprop(params, lr=0.01, momentum=0.5)
@@ -131,10 +128,16 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("make", [adam, rmsprop])
-@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize(
+    ("program", "sharded", "make", "size"),
+    [
+        (train, True, adam, 2),
+        (assign_its_own_state, True, adam, 2),
+        (change_attributes, True, adam, 2),
+        (hook, True, adam, 2),
+        (forget, False, rmsprop, 1),
+    ],
+)
 def test_its_methods_do_what_they_do_under_torch_ddp(program: Any, sharded: bool, make: Any, size: int) -> None:
     if program is hook and make is rmsprop:
         make = functools.partial(torch.optim.Adam, lr=0.1)

@@ -112,9 +112,10 @@ def with_everything(model: Any, optimizer: Any, rank: int) -> None:
         [optimizer.step, lambda: optimizer.step(None)][step % 2]()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "sharded"), [(1, True), (1, False), (2, False)])
-def test_where_nothing_is_sharded_nobody_steps_but_the_user(size: int, sharded: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "sharded", "dtype"), [(1, True, torch.float32), (1, False, torch.bfloat16), (2, False, torch.float32)]
+)
+def test_unsharded_optimizer_is_stepped_by_user_only(size: int, sharded: bool, dtype: torch.dtype) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         theirs, ours = users(), users()
         train_under_ddp(theirs, with_everything, rank, group, dtype)
@@ -147,40 +148,17 @@ def with_arguments(model: Any, optimizer: Any, rank: int) -> None:
     optimizer.step(scale=0.125)
 
 
-@both_modes
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "sharded"), [(True, True), (False, False)])
 def test_a_closure_is_called_in_every_form_of_step(overlap: bool, sharded: bool) -> None:
     options = {"use_distributed_optimizer": sharded, "overlap_param_gather": overlap and sharded}
     assert_equal_to_ddp(users, in_every_form, **options)
 
 
-def test_with_all_reduce_every_argument_of_step_arrives() -> None:
+def test_step_arguments_arrive_with_all_reduce() -> None:
     assert_equal_to_ddp(users, with_arguments, use_distributed_optimizer=False)
 
 
-def test_over_main_params_every_argument_of_step_arrives() -> None:
-    """As if the learning rate had been larger: the numbers are powers of two."""
-
-    def script(lr: float, **kwargs: Any) -> Script:
-        def train(model: Any, optimizer: Any, rank: int) -> None:
-            optimizer.param_groups[0]["lr"] = lr
-            for step in range(3):
-                optimizer.zero_grad()
-                optimizer.step(lambda: backward(model, rank, step), **kwargs)  # noqa: B023 - called at once
-
-        return train
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        options = {"dtype": torch.bfloat16, "use_distributed_optimizer": False}
-        results = [train(users(), each, rank, group, **options) for each in (script(1 / 64, scale=4.0), script(1 / 16))]
-        first, second = (list(module.parameters()) for module in results)
-        assert all(map(torch.equal, first, second))
-        assert not torch.equal(first[0], two_layers().bfloat16()[0].weight)
-
-    run_ranks(2, run)
-
-
-def test_shards_are_not_stepped_with_other_arguments_than_a_closure() -> None:
+def test_step_arguments_over_shards_are_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         called: list[int] = []
 
@@ -208,7 +186,7 @@ def test_an_overridden_zero_grad_is_called(sharded: bool) -> None:
     assert_equal_to_ddp(users, with_zero_grads, use_distributed_optimizer=sharded)
 
 
-def test_a_zero_grad_that_keeps_state_of_sharded_parameters_is_refused() -> None:
+def test_zero_grad_keeping_state_is_refused() -> None:
     class Keeps(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
             for param in self.param_groups[0]["params"]:
@@ -239,7 +217,7 @@ class KeepsParameters(torch.optim.SGD):
         (KeepsParameters, "its attribute 'own' holds the 16-bit weights themselves"),
     ],
 )
-def test_what_cannot_step_main_params_is_told_by_looking_at_it(kind: Any, reason: str) -> None:
+def test_main_params_refuse_closure_optimizers(kind: Any, reason: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(OptimizerNotShardableError, match=rf"cannot step the fp32 main params.*{reason}"):
             train(kind, with_zero_grads, rank, group, torch.bfloat16, use_distributed_optimizer=False)

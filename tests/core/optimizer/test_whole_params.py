@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
 from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec
@@ -27,11 +27,15 @@ from tests.support.training import assert_close, start_ours, train_with_ddp, tra
 from tests.support.whole_params import KINDS, SOME, WholeRun, assert_same, batch, by_dimensions, model_on, same, train
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("grad_buffer", ["contiguous", "pooled"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "grad_buffer", "accumulate", "gather"),
+    [
+        ("muon", "contiguous", 1, False),
+        ("lamb", "contiguous", 1, False),
+        ("muon_and_adamw", "contiguous", 1, False),
+        ("counts_calls", "contiguous", 1, False),
+    ],
+)
 def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: str, grad_buffer: Any, accumulate: int, gather: Any) -> None:
     run = WholeRun(kind=kind, accumulate=accumulate)
     config = DistributedDataParallelConfig(bucket_size=SOME, grad_buffer=grad_buffer, overlap_param_gather=gather)
@@ -104,9 +108,8 @@ def test_owners_stay_when_others_join() -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.float32), (3, torch.bfloat16)])
+def test_owner_keeps_state_of_its_params_only(size: int, dtype: torch.dtype) -> None:
     """Two matrices: on four ranks two of them own none."""
 
     def run(rank: int, group: ProcessGroup) -> int:
@@ -136,9 +139,8 @@ def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, d
     assert sum(owned) == 33 * 10 + 7 * 33
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["muon", "lamb", "muon_and_adamw"])
-def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(2, "muon"), (3, "lamb"), (4, "muon_and_adamw")])
+def test_step_sends_parts_to_owners_once(size: int, kind: str) -> None:
     """Counted call by call: one exchange for the buffer, one gather for each bucket, and no element is sent that its
     owner holds already."""
 
@@ -184,16 +186,12 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
 # --- 16-bit weights, and everything else of the engine ---------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("options", "accumulate"),
-    [({}, 1), ({}, 3), ({"grad_buffer": "pooled"}, 1), ({"overlap_param_gather": True}, 3)],
+    ("kind", "options", "accumulate"),
+    [("muon", {}, 1), ("counts_calls", {}, 1), ("lamb", {"grad_buffer": "pooled"}, 1)],
     ids=str,
 )
-def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
-    kind: str, options: dict[str, Any], accumulate: int
-) -> None:
+def test_bf16_whole_params_step_as_with_all_reduce(kind: str, options: dict[str, Any], accumulate: int) -> None:
     """To the bit on two ranks, where a sum has one order; main params too."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[list[Tensor], Any, Any]:
@@ -213,8 +211,7 @@ def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
             assert same(sharded[2], whole[2])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
+@pytest.mark.parametrize("kind", ["muon"])
 def test_instances_have_owners_each(kind: str) -> None:
     """Two instances of two ranks: as one of four, except for the order of sums."""
     run = WholeRun(kind=kind, steps=5)
@@ -222,8 +219,7 @@ def test_instances_have_owners_each(kind: str) -> None:
     assert_close(train_with_ours(run, 4, config), train_with_ddp(run, 4), 1e-4)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["muon", "lamb", "muon_and_adamw"])
+@pytest.mark.parametrize("kind", ["muon", "lamb"])
 def test_clipping(kind: str) -> None:
     run = WholeRun(kind=kind, clip_norm=0.05)
     config = DistributedDataParallelConfig(bucket_size=SOME)
@@ -260,34 +256,10 @@ def test_a_parameter_that_joins_later_gets_an_owner(dtype: torch.dtype) -> None:
     run_ranks(2, run)
 
 
-def test_a_step_that_is_skipped_leaves_everything() -> None:
-    """A gradient that is not finite on one rank, under a scaler."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model = model_on(group)
-        optimizer = DistributedOptimizer(optimizers.LambWithMoments(module.parameters(), lr=0.02), model)
-        scaler = GradScaler("cpu", init_scale=4.0)
-        for step in range(3):
-            before = [param.detach().clone() for param in module.parameters()]
-            x = batch(rank, step) * (float("inf") if (rank, step) == (1, 1) else 1.0)
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            assert all(map(torch.equal, before, module.parameters())) == (step == 1)
-        if rank == 0:
-            counts = {values["step"].item() for values in optimizer.state_dict()["state"].values()}
-            assert counts == {2.0}
-        else:
-            optimizer.state_dict()
-
-    run_ranks(2, run)
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_in_one_optimizer_is_not_stepped_flat_by_another() -> None:
+def test_whole_param_in_two_optimizers_is_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module, model = model_on(group)
         adamw = DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), model)
@@ -300,7 +272,7 @@ def test_what_is_whole_in_one_optimizer_is_not_stepped_flat_by_another() -> None
     run_ranks(2, run)
 
 
-def test_a_divided_parameter_that_is_put_into_a_whole_group_is_named() -> None:
+def test_divided_param_in_whole_group_is_named() -> None:
     """One that is owned goes on being stepped whole, in a group of shards too."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -333,7 +305,7 @@ def test_ranks_with_other_groups_are_told() -> None:
         assert "by rank" in str(error).lower()
 
 
-def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_time() -> None:
+def test_flat_group_needing_whole_params_is_refused() -> None:
     """Set by hand after the wrap, as in tests/core/judge/test_options_set_later.py."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -36,19 +36,8 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.001, momentum=0.9)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled", "overlap_param_gather": True}], ids=str)
 @pytest.mark.real_collectives("the double's own tensors would be on the default device")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"offload_optimizer_states": True},
-        {"grad_buffer": "pooled", "overlap_param_gather": True},
-        {"grad_wire_dtype": "bf16"},
-        {"use_distributed_optimizer": False},
-    ],
-    ids=str,
-)
 def test_nothing_of_the_hosts_is_made_on_it(options: dict[str, Any], tmp_path: Path) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with torch.device("meta"):

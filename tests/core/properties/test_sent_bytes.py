@@ -13,7 +13,7 @@ from megastrategy.core.layout.layout import ParamSpec
 
 
 @pytest.mark.parametrize(("size", "instances"), [(4, 1), (4, 2), (6, 2), (6, 3), (4, 4)])
-def test_a_step_sends_eight_bytes_times_d_minus_one_over_d_in_fp32(size: int, instances: int) -> None:
+def test_monitor_counts_sent_bytes(size: int, instances: int) -> None:
     config = DistributedDataParallelConfig(num_distributed_optimizer_instances=instances)
     layout = build_layout([ParamSpec("a", (1536,), (1,), torch.float32, torch.float32)], config, size)
     reduced, gathered = (_sent_bytes(layout, kind, 0) for kind in (EventKind.REDUCE_START, EventKind.GATHER_START))

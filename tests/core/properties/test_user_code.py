@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from torch.distributed import ProcessGroup
@@ -16,6 +17,7 @@ from tests.support.user_code import ROWS, WHY_TORCH_DDP_REFUSES, UserCode
 from tests.support.user_code_training import Ended, Net, compare, make_optimizer, play, site_of
 
 MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward", bucket_size=50)
+MODES_AND_SIZES = [("reduce-scatter", 2), ("all-reduce", 2), ("pooled", 2), ("forward", 2), ("reduce-scatter", 1)]
 
 
 @functools.cache
@@ -40,10 +42,15 @@ def with_ours(code: UserCode | None, size: int, mode: str, refusal: type[Megastr
     return run_ranks(size, run)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("code", ROWS, ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    ("code", "mode", "size"),
+    [
+        pytest.param(code, mode, size, id=f"{code.name}-{mode}-{size}")
+        for code, (mode, size) in zip(ROWS, itertools.cycle(MODES_AND_SIZES), strict=False)
+    ],
+)
 def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: int) -> None:
+    """Each row of the table in one mode, by turns."""
     sharded = mode != "all-reduce" and size > 1
     if sharded and code.needs_whole_grads:
         pytest.skip("the step refuses it, and would not be made: tests/core/buffers/test_reduced_grad.py")
@@ -54,7 +61,7 @@ def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: 
     compare(with_ours(code, size, mode, refusal), reference, rtol=1e-5 if code.rounds and sharded else 0.0)
 
 
-def test_two_weights_exchange_their_memory_where_it_is_gathered() -> None:
-    """A row of the table, which ``make test`` may have in another mode."""
+def test_two_weights_exchange_their_memory() -> None:
+    """A row of the table, which has another mode there."""
     [code] = [code for code in ROWS if code.run.__name__ == "exchange_the_data_of_two_weights"]
     compare(with_ours(code, 2, "reduce-scatter", None), with_torch_ddp(code, 2))

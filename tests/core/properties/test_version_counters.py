@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from tests.support.engines import each_of, engines
+from tests.support.engines import engines
 from tests.support.ranks import run_ranks
 from tests.support.user_code import TORCH_DDP_MOVES_VERSIONS, WHY_TORCH_DDP_REFUSES
 
@@ -23,7 +23,6 @@ ENGINES = {
     **engines("all-reduce", "pooled", "forward", bucket_size=1),
     **engines("flattened"),
 }
-each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):
@@ -95,12 +94,18 @@ def no_sync_forward(model: Any, module: Net, rank: int) -> Tensor:
         return model(batch(rank, 94)).square().mean()
 
 
-BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, validation, inference, no_sync_forward]
-
-
 @pytest.mark.skipif(TORCH_DDP_MOVES_VERSIONS, reason=WHY_TORCH_DDP_REFUSES)
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
-@each_engine
+@pytest.mark.parametrize(
+    ("between", "size", "options"),
+    [
+        pytest.param(second_forward, 2, ENGINES["reduce-scatter"], id="second_forward-2-reduce-scatter"),
+        pytest.param(inference, 2, ENGINES["all-reduce"], id="inference-2-all-reduce"),
+        pytest.param(no_sync_forward, 2, ENGINES["pooled"], id="no_sync_forward-2-pooled"),
+        pytest.param(second_forward, 2, ENGINES["forward"], id="second_forward-2-forward"),
+        pytest.param(second_forward, 2, ENGINES["flattened"], id="second_forward-2-flattened"),
+        pytest.param(validation, 1, ENGINES["late"], id="validation-1-late"),
+    ],
+)
 def test_a_forward_between_a_forward_and_its_backward(
     between: Callable[[Any, Net, int], Tensor | None], size: int, options: Mapping[str, Any]
 ) -> None:
@@ -130,8 +135,17 @@ def test_a_forward_between_a_forward_and_its_backward(
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@each_engine
+@pytest.mark.parametrize(
+    ("size", "dtype", "options"),
+    [
+        pytest.param(2, torch.float32, ENGINES["reduce-scatter"], id="2-fp32-reduce-scatter"),
+        pytest.param(2, torch.float32, ENGINES["all-reduce"], id="2-fp32-all-reduce"),
+        pytest.param(2, torch.float32, ENGINES["pooled"], id="2-fp32-pooled"),
+        pytest.param(2, torch.float32, ENGINES["forward"], id="2-fp32-forward"),
+        pytest.param(2, torch.float32, ENGINES["flattened"], id="2-fp32-flattened"),
+        pytest.param(1, torch.bfloat16, ENGINES["late"], id="1-bf16-late"),
+    ],
+)
 def test_a_step_moves_the_versions_of_what_it_steps(size: int, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
     """On every rank, whichever rank owns the elements, so that a backward through an older graph is refused."""
 

@@ -12,7 +12,7 @@ from megastrategy.core.states.flat_shard import FlatShard, boxes
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])
-def test_a_range_is_cut_into_boxes_that_are_all_of_it_in_order(shape: tuple[int, ...]) -> None:
+def test_range_is_cut_into_boxes_in_order(shape: tuple[int, ...]) -> None:
     numel = math.prod(shape)
     whole = torch.arange(numel).view(shape)
     for start in range(numel + 1):
@@ -28,7 +28,7 @@ def test_a_range_is_cut_into_boxes_that_are_all_of_it_in_order(shape: tuple[int,
             assert elements == list(range(start, end))
 
 
-def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
+def test_shard_of_channels_last_tensor_is_found() -> None:
     whole = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     in_memory = whole.as_strided((whole.numel(),), (1,))
     seen = torch.full_like(whole, -1)
@@ -45,9 +45,8 @@ def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
     assert torch.equal(seen, whole)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
-def test_shards_of_a_tensor_ranks_parts_fill_the_whole_once(dim: int, num_parts: int) -> None:
+@pytest.mark.parametrize(("dim", "num_parts"), [(0, 1), (1, 2), (2, 3), (0, 5)])
+def test_shards_of_parts_fill_the_whole_once(dim: int, num_parts: int) -> None:
     """Uneven parts, and empty ones; each in a memory order of its own, as a transposed layer has it."""
     whole = torch.arange(4 * 7 * 3.0).view(4, 7, 3)
     seen = torch.full_like(whole, -1)

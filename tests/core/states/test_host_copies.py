@@ -78,7 +78,7 @@ def tensors(of: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors(value)]
 
 
-def test_every_element_comes_and_later_steps_change_none(device: LazyCopies) -> None:
+def test_host_copies_have_every_element(device: LazyCopies) -> None:
     original, expected = state(), state()
     copied = to_host(original)
     for tensor in tensors(original):
@@ -126,9 +126,7 @@ class Streamed(LazyCopies):
         return Noted()
 
 
-def test_the_device_fills_one_half_while_the_host_empties_the_other(
-    device: LazyCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_and_host_alternate_halves(device: LazyCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed, original = Streamed(), [torch.full((4,), float(number)) for number in range(36)]
     streams = SimpleNamespace(Event=streamed.Event, current_stream=streamed.device.current_stream)
     monkeypatch.setattr(devices, "streams_of", lambda _: streams)
@@ -138,14 +136,6 @@ def test_the_device_fills_one_half_while_the_host_empties_the_other(
     # 8 tensors a half, 36 in all: while a half is emptied the copies of the next are queued, until there is none.
     assert streamed.num_queued_behind == [8, 8, 8, 4, 0]
     assert device.num_waits == 0, "the device's other streams are not waited for"
-
-
-def test_on_the_host_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "pinned_memory", lambda *_: pytest.fail("asked for pinned memory"))
-    original = state()
-    copied = to_host(original)
-    assert all(map(torch.equal, tensors(copied), tensors(original)))
-    assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(original)}
 
 
 def gathered() -> list[Tensor]:
@@ -164,7 +154,7 @@ def gathered() -> list[Tensor]:
     return run_ranks(2, run)[0]
 
 
-def test_what_is_gathered_is_the_same_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_by_pinned_memory_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, pinned = gathered(), []
     work_as_on_an_accelerator(monkeypatch)
     real = devices.pinned_memory

@@ -46,7 +46,7 @@ def agreed_by(ranks: list[Agreement]) -> Agreement:
 
 
 @given(facts_of_ranks())
-def test_a_flag_of_one_rank_is_a_flag_of_all_and_numbers_are_compared(ranks: list[Agreement]) -> None:
+def test_agreement_joins_flags_and_compares_numbers(ranks: list[Agreement]) -> None:
     agreed = agreed_by(ranks)
     assert list(agreed.used) == [max(flags) for flags in zip(*(rank.used for rank in ranks), strict=True)]
     assert list(agreed.late) == [max(flags) for flags in zip(*(rank.late for rank in ranks), strict=True)]

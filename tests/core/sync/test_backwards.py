@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 from megastrategy.core.errors import BucketInFlightError, UnusedParameterError
-from tests.support.doubles import DelayingCollectives, RecordingCollectives
+from tests.support.doubles import DelayingCollectives
 from tests.support.gradients import (
-    ENGINE_IDS,
-    ENGINES,
     assert_equal,
     batch,
     grads_with_ddp,
@@ -59,8 +57,17 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("engine", ENGINES, ids=ENGINE_IDS)
+@pytest.mark.parametrize(
+    ("reentrant", "engine"),
+    [
+        (True, {"use_distributed_optimizer": True, "bucket_size": 1}),
+        (False, {"use_distributed_optimizer": True, "bucket_size": 1000000000, "overlap_grad_reduce": False}),
+        (True, {"use_distributed_optimizer": False, "bucket_size": 1}),
+        (True, {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False}),
+        (True, {"use_distributed_optimizer": True, "bucket_size": 1, "grad_buffer": "pooled"}),
+    ],
+    ids=str,
+)
 def test_a_layer_in_two_checkpoints(reentrant: bool, engine: dict[str, Any]) -> None:
     """torch DDP needs static_graph for the re-entrant kind; the plain model is the same function, and the reference."""
 
@@ -90,7 +97,7 @@ def second_backward(module: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(way: dict[str, Any]) -> None:
+def test_grad_of_bucket_in_flight_is_not_lost(way: dict[str, Any]) -> None:
     """On one rank only, and with the reduction held up, so that the bucket is surely on the wire."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
@@ -124,31 +131,7 @@ def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(way: di
         torch.testing.assert_close(grads, expected)
 
 
-def test_a_bucket_that_was_late_once_waits_from_then_on() -> None:
-    """So that only the first step pays for reducing it twice."""
-
-    def run(rank: int, group: ProcessGroup) -> list[int]:
-        module = two_layers()
-        collectives = RecordingCollectives(group)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), collectives=collectives)
-        counts = []
-        for number in range(4):
-            collectives.calls.clear()
-            model.zero_grad()
-            hidden = torch.tanh(module[0](batch(rank, number)))
-            hidden.register_hook(lambda _: second_backward(module))
-            model.watch_backward(loss := module[2](hidden).square().sum())
-            loss.backward()
-            counts.append(len(collectives.named("reduce_scatter")) - len(model.layout.buckets))
-        model.close()
-        return counts
-
-    for counts in run_ranks(2, run):
-        # Not the first, if the order of the buckets is decided at its end.
-        assert sorted(counts) == [0, 0, 0, 1], "reductions beyond one a bucket"
-
-
-def test_a_gradient_in_flight_is_an_error_where_the_ranks_do_not_agree() -> None:
+def test_late_grad_raises_where_ranks_do_not_agree() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         config = DistributedDataParallelConfig(bucket_size=1, static_graph=True)
@@ -175,7 +158,7 @@ class Skips(nn.Module):
         return (self.used(x) + (self.idle(x) if both else 0.0)).sum()
 
 
-def test_promised_parameters_without_a_gradient_are_named() -> None:
+def test_promised_params_without_grad_are_named() -> None:
     def never(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(Skips(), DistributedDataParallelConfig(find_unused_parameters=False), group)
         with pytest.raises(UnusedParameterError, match=r"2 parameter.*'idle.weight', 'idle.bias'"):
@@ -190,29 +173,6 @@ def test_promised_parameters_without_a_gradient_are_named() -> None:
 
     run_ranks(2, never)
     run_ranks(2, later)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_gradients_that_were_kept_are_none_of_the_next_backward(sharded: bool) -> None:
-    """Without zeroing: a parameter that only another rank used has a gradient here as well, not from this backward."""
-
-    def static(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(static_graph=True, use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(Skips(), config, group)
-        for _ in range(3):
-            with model.no_sync():
-                model(batch(rank), rank == 0).backward()
-            model(batch(rank), rank == 0).backward()
-
-    def promised(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(find_unused_parameters=False, use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(Skips(), config, group)
-        model(batch(rank), True).backward()
-        with pytest.raises(UnusedParameterError, match=r"no gradient.*find_unused_parameters=False"):
-            model(batch(rank), False).backward()
-
-    run_ranks(2, static)
-    run_ranks(2, promised)
 
 
 class Opaque:

@@ -67,9 +67,7 @@ def poison(model: DistributedDataParallel, value: float, elements: int) -> None:
         ("flattened", 3, math.inf),
     ],
 )
-def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
-    mode: str, size: int, value: float
-) -> None:
+def test_nonfinite_grad_names_rank_param_and_bucket(mode: str, size: int, value: float) -> None:
     """All ranks end with the one message, and none of them accuses a rank that only received it."""
     culprit = size - 1
 
@@ -87,34 +85,11 @@ def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
         assert re.search(rf"before they were reduced: {place}", str(outcome)), str(outcome)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_step_after_rejected_gradients_of_other_parameters_on_each_rank(mode: str) -> None:
-    """Each rank had gradients in other buckets; the step finds none on any, and training continues."""
-
-    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
-        model = wrap(group, check_for_nan_in_grad=True, **MODES[mode])
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        for _ in range(2):
-            if rank == 0:
-                poison(model, math.nan, 1)
-            outputs = model(torch.ones(2, 10))
-            with pytest.raises(NonFiniteGradError):
-                (outputs.sum() if rank == 0 else outputs.detach().sum() + model.module[2].weight.sum()).backward()
-            optimizer.step()
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([param.detach().flatten() for param in model.module.parameters()])
-
-    first, second = run_ranks(2, run)
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_accelerator_is_read_once_and_not_in_the_hooks(
-    mode: str, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [("reduce-scatter", math.nan), ("pooled", -math.inf), ("all-reduce", math.nan), ("flattened", math.nan)],
+)
+def test_nonfinite_check_reads_device_once(mode: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many buckets there are. It names rank, parameter and bucket all the same."""
     work_as_on_an_accelerator(monkeypatch)
 
@@ -135,9 +110,7 @@ def test_an_accelerator_is_read_once_and_not_in_the_hooks(
         assert "rank 1, parameter '0.bias' (bucket 1): some of 33 elements. Look" in str(outcome)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("on_accelerator", [False, True])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
+@pytest.mark.parametrize(("mode", "on_accelerator"), [("reduce-scatter", False)])
 def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter used by two re-entrant checkpoints: its second part comes when its bucket is gone already."""
     if on_accelerator:
@@ -169,34 +142,8 @@ def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monke
         assert "rank 1" not in str(outcome)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_training_goes_on_after_the_error(mode: str) -> None:
-    """Code that catches it on all ranks and drops the batch trains as if the batch had not existed."""
-
-    def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
-        weights = []
-        for spoiled in (False, True):
-            model = wrap(group, check_for_nan_in_grad=True, **MODES[mode])
-            optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-            for step in range(3):
-                optimizer.zero_grad()
-                if spoiled and step == 1:
-                    poison(model, math.nan, 1)
-                    with pytest.raises(NonFiniteGradError):
-                        model(torch.ones(2, 10)).sum().backward()
-                    optimizer.zero_grad()
-                model(torch.full((2, 10), float(step + rank))).sum().backward()
-                optimizer.step()
-            weights.append(model.module[0].weight.detach().clone())
-            model.close()
-        return weights
-
-    for clean, spoiled in run_ranks(2, run):
-        assert torch.equal(clean, spoiled)
-
-
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_training_goes_on_after_the_error_without_zero_grad(mode: str) -> None:
+def test_training_goes_on_after_nonfinite_grad(mode: str) -> None:
     """Whatever the window held is dropped; nothing that is not finite stays in a shard's sums."""
 
     def run(rank: int, group: ProcessGroup) -> torch.Tensor:
@@ -212,38 +159,6 @@ def test_training_goes_on_after_the_error_without_zero_grad(mode: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_a_backward_that_met_nan_and_then_raised_leaves_nothing(mode: str) -> None:
-    """Its gradients are dropped, and what was found in them with them."""
-
-    def on_purpose(grad: torch.Tensor) -> None:
-        raise ArithmeticError("on purpose")
-
-    def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
-        weights = []
-        for disturbed in (False, True):
-            model = wrap(group, check_for_nan_in_grad=True, **{"bucket_size": 1, **MODES[mode]})
-            optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-            if disturbed:
-                hooks = [
-                    model.module[-1].bias.register_hook(lambda grad: torch.full_like(grad, math.nan)),
-                    model.module[0].weight.register_hook(on_purpose),
-                ]
-                with pytest.raises(ArithmeticError):
-                    model(torch.ones(2, 10)).sum().backward()
-                for hook in hooks:
-                    hook.remove()
-                optimizer.zero_grad()
-            model(torch.full((2, 10), 1.0 + rank)).sum().backward()
-            optimizer.step()
-            weights.append(model.module[0].weight.detach().clone())
-            model.close()
-        return weights
-
-    for clean, disturbed in run_ranks(2, run):
-        assert torch.equal(clean, disturbed)
-
-
 class LeavesOut(nn.Module):
     """Two layers; the first may be left out of the graph."""
 
@@ -256,10 +171,8 @@ class LeavesOut(nn.Module):
         return self.layers[-1](hidden if whole else hidden.detach())
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_training_goes_on_after_an_unused_parameter_was_told(mode: str, overlap: bool) -> None:
+@pytest.mark.parametrize(("mode", "overlap"), [("reduce-scatter", True), ("pooled", False)])
+def test_training_goes_on_after_unused_param_error(mode: str, overlap: bool) -> None:
     """Gradients of the failed backward are dropped, whether or not buckets were launched, without ``zero_grad()``."""
 
     def train(model: nn.Module, optimizer: Any, rank: int) -> None:
@@ -301,7 +214,7 @@ def test_a_step_may_come_before_any_backward(mode: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_without_the_check_nothing_more_is_sent_and_nan_spreads() -> None:
+def test_nan_spreads_without_the_check() -> None:
     """The fault that the option prevents, and its cost: no additional collective if ranks agree on used parameters."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[list[str], bool]:
@@ -327,7 +240,7 @@ def test_without_the_check_nothing_more_is_sent_and_nan_spreads() -> None:
 
 
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-def test_gradients_of_different_microbatches_are_not_mixed(mode: str) -> None:
+def test_grads_of_other_microbatches_are_not_mixed(mode: str) -> None:
     """Rank 1 skips the backward of microbatch 300; 256 more than 44 would look alike in one byte, 1 more does not."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -344,23 +257,13 @@ def test_gradients_of_different_microbatches_are_not_mixed(mode: str) -> None:
         assert "rank 0 is at number 300, rank 1 is at number 301" in str(outcome)
 
 
-def test_microbatches_that_nobody_counts_are_not_compared() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = wrap(group)
-        for _ in range(2 + rank):
-            outputs = model(torch.ones(2, 10))
-        outputs.sum().backward()
-
-    run_ranks(2, run)
-
-
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_norms_of_every_parameter_are_those_of_ddps_gradients(mode: str, norm_type: float, size: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "norm_type", "size"), [("reduce-scatter", 1.0, 2), ("all-reduce", math.inf, 2), ("pooled", 2.0, 3)]
+)
+def test_grad_norms_equal_torch_ddp(mode: str, norm_type: float, size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         reference = TorchDDP(awkward_model(), process_group=group, find_unused_parameters=True)
         reference(images(rank, 1, 0), 1, rank).backward()
@@ -382,21 +285,7 @@ def test_norms_of_every_parameter_are_those_of_ddps_gradients(mode: str, norm_ty
     assert all(torch.equal(norms, outcomes[0][0]) for norms, _ in outcomes)
 
 
-def test_norms_before_the_reduction_are_of_local_gradients_and_after_zero_grad_zero() -> None:
-    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
-        model = wrap(group)
-        with model.no_sync():
-            model(torch.full((2, 10), rank + 1.0)).sum().backward()
-        local = model.grad_norms()
-        model.zero_grad()
-        assert torch.equal(model.grad_norms(), torch.zeros(4, dtype=torch.float64))
-        return local
-
-    first, second = run_ranks(2, run)
-    assert not torch.equal(first, second)
-
-
-def test_a_gradient_written_after_the_reduction_is_what_norms_and_steps_see() -> None:
+def test_grad_written_after_reduction_is_stepped() -> None:
     """Written by hand on all ranks, or on one only: then no rank waits for a gather that the other does not start."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -51,28 +51,10 @@ def test_the_number_of_kernels_is_that_of_one_gradient(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_norms_of_16_bits_are_not_rounded_to_16_bits(norm_type: float) -> None:
-    for number in (1, 20):
-        grads = draw(number, torch.bfloat16)
-        expected = torch.linalg.vector_norm(torch.cat(grads).double(), norm_type)
-        total = total_grad_norm(grads, norm_type, None, CPU)
-        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_norms_of_several_dtypes_count_each_gradient_once(norm_type: float) -> None:
+def test_norms_of_several_dtypes_count_grads_once(norm_type: float) -> None:
     grads = [*draw(2), *draw(3, torch.bfloat16), *draw(1, torch.float64), *draw(1)]
     expected = torch.linalg.vector_norm(torch.cat([grad.double() for grad in grads]), norm_type)
     torch.testing.assert_close(total_grad_norm(grads, norm_type, None, CPU), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_norms_in_fp32_are_joined_in_fp64(norm_type: float) -> None:
-    """Each tensor's as torch computes it."""
-    grads = draw(30)
-    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type).double() for grad in grads])
-    expected = torch.linalg.vector_norm(norms, norm_type)
-    assert torch.equal(total_grad_norm(grads, norm_type, None, CPU), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=str)

@@ -17,16 +17,13 @@ from megastrategy.errors import LossTokensError
 from tests.support.pipelines import SAMPLES, Case, Trainee, answers, batch_of, make_layers, mesh_of
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import adamw, whole
-from tests.support.tiers import cases_that_run
 
 IGNORED = -100
 STEPS = 3
 CASES = {
     "1F1B, tied": Case((2, 4), tied=True),
     "interleaved": Case((1, 2, 2, 1), "Interleaved1F1B", tied=True),
-    "pooled": Case((2, 4), options=(("grad_buffer", "pooled"),)),
     "all-reduce": Case((2, 4), "GPipe", options=(("use_distributed_optimizer", False),)),
-    "bf16 wire": Case((2, 4), options=(("grad_wire_dtype", "bf16"),)),
 }
 
 
@@ -124,29 +121,26 @@ def train_alone(case: Case, dp: int) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.fixture(scope="module")
-def stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def stages() -> list[dict[str, Any]]:
     """By rank of two stages times two data-parallel ranks."""
-    return run_processes(4, on_stages, [name for (name,) in cases_that_run(request, "name")])
+    return run_processes(4, on_stages, list(CASES))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
-def test_microbatches_of_a_pipeline_train_as_one_process_with_all_tokens(
-    stages: list[dict[str, Any]], name: str
-) -> None:
+def test_pipeline_with_tokens_trains_as_one_process(stages: list[dict[str, Any]], name: str) -> None:
     expected, expected_norm = train_alone(CASES[name], 2)
-    relative = 2e-3 if "wire" in name else 2e-5
+    relative = 2e-5
     seen = set[str]()
     for by_case in stages:
         weights, norm = by_case[name]
-        assert norm == pytest.approx(expected_norm, rel=1e-2 if "wire" in name else 1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
         for key, value in weights.items():
             torch.testing.assert_close(value, expected[key], rtol=relative, atol=relative)
             seen.add(key)
     assert seen == set(expected)
 
 
-def test_a_microbatch_of_a_pipeline_that_is_not_counted_beside_others_that_are(stages: list[dict[str, Any]]) -> None:
+def test_pipeline_counting_some_losses_is_refused(stages: list[dict[str, Any]]) -> None:
     for by_case in stages:
         assert "counted some of its losses and not others" in by_case["train_uncounted_microbatch"]
 
@@ -221,10 +215,9 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "cp", "accumulate", "options"), [(1, 1, 1, {}), (1, 3, 1, {"grad_buffer": "pooled"})], ids=str
+)
 def test_parts_of_a_sequence_train_as_the_whole_of_it(
     dp: int, cp: int, accumulate: int, options: dict[str, Any]
 ) -> None:

@@ -111,19 +111,6 @@ def train(rank: int, group: ProcessGroup, overlap: bool, dtype: torch.dtype) -> 
     return result
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3])
-def test_fifty_steps_with_all_that_loops_do_are_the_same_to_the_bit(size: int, dtype: torch.dtype) -> None:
-    at_once, *others = (
-        run_ranks(size, lambda rank, group, o=overlap: train(rank, group, o, dtype)) for overlap in CHOICES
-    )
-    for other in others:
-        for (losses, tensors), (expected_losses, expected) in zip(other, at_once, strict=True):
-            assert losses == expected_losses
-            assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
-
-
 def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
     def save(module: nn.Module) -> Any:
         torch.save(module, file := io.BytesIO())
@@ -167,9 +154,10 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
     }
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("reader", readers())
-def test_whoever_reads_a_parameter_first_gets_the_new_one(reader: str) -> None:
+@pytest.mark.parametrize(
+    "reader", ["state_dict", "deepcopy", "data", "arithmetic", "in a list", "by address", "to", "evaluation"]
+)
+def test_first_read_gets_the_new_param(reader: str) -> None:
     plain = net()
     for param, value in zip(plain.parameters(), expected_weights(), strict=True):
         param.data = value
@@ -190,7 +178,7 @@ def test_whoever_reads_a_parameter_first_gets_the_new_one(reader: str) -> None:
     run_ranks(2, run)
 
 
-def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
+def test_raw_memory_reads_in_forward_are_new() -> None:
     """An extension's kernel takes the memory: no function of torch sees the parameter."""
 
     class Raw(nn.Linear):
@@ -238,7 +226,7 @@ def test_a_scripted_module_reads_the_new_weights() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_dropped_wrapper_leaves_no_hooks_and_no_buffers() -> None:
+def test_dropped_wrapper_leaves_no_hooks() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, delay_s=0.0)
         module = setup.module
@@ -255,24 +243,6 @@ def test_a_dropped_wrapper_leaves_no_hooks_and_no_buffers() -> None:
         while any(flat() is not None for flat in buffers):
             assert time.monotonic() < deadline
             gc.collect()
-
-    run_ranks(2, run)
-
-
-def test_failed_step_leaves_no_gather_pending() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group)
-        inner = setup.optimizer.optimizer
-
-        class Fails(type(inner)):  # type: ignore[misc]
-            def step(self, closure: Any = None) -> None:
-                raise ZeroDivisionError
-
-        inner.__class__ = Fails
-        with pytest.raises(ZeroDivisionError):
-            setup.step()
-        assert not any(setup.awaited())
-        setup.model.close()
 
     run_ranks(2, run)
 
@@ -321,7 +291,7 @@ def test_gathers_start_and_end_when_the_option_says(overlap: bool) -> None:
     run_ranks(2, run)
 
 
-def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
+def test_unused_param_arrives_before_next_step() -> None:
     def run(rank: int, group: ProcessGroup, overlap: bool) -> list[Tensor]:
         setup = Setup(group, overlap, delay_s=0.05)
         for _ in range(2):
@@ -338,7 +308,7 @@ def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
         assert all(map(torch.equal, weights, expected))
 
 
-def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:
+def test_ended_rank_is_named_at_param_read() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, delay_s=0.0)
         setup.model.finish_param_gather()
@@ -358,7 +328,7 @@ def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:
     assert "did not complete" in str(survivor)
 
 
-def test_a_step_whose_weights_did_not_arrive_is_not_done() -> None:
+def test_step_without_arrived_weights_is_not_done() -> None:
     """Otherwise a save after the error would combine other ranks' old weights with new state. The next step that
     gathers all weights corrects it."""
 
