@@ -129,7 +129,7 @@ def with_accelerate(size: int, folder: str, *, sharded: bool = False, **options:
     has_batches = options.pop("batch_sampler", False)
     model, data = make_model(), resumable_loader(size, batch_sampler=has_batches)
     sampler = data.batch_sampler.sampler if has_batches else data.sampler
-    with pytest.raises(ValueError, match=r"leave its loader out of accelerator\.prepare"):
+    with pytest.raises(ValueError, match=r"Leave its loader out of accelerator\.prepare"):
         accelerator.prepare(data)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     accelerator.register_for_checkpointing(sampler)
