@@ -84,7 +84,7 @@ def test_failure_with_a_long_message_keeps_its_end(in_worker: bool, separator: s
     assert len(described) < LIMIT
 
 
-def test_failure_of_a_worker_names_the_errors_of_a_group() -> None:
+def test_failure_of_a_worker_names_errors_of_a_group() -> None:
     error = raised_from(OSError("loading failed"), ExceptionGroup("two files", [ValueError("bad row"), KeyError("id")]))
     described = describe(error_of_a_worker(error))
     assert described.index("ValueError: bad row") < described.index("which led to OSError: loading failed")
