@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.sync import test_loss_tokens_of_model_ranks as sequences
+from tests.core.data_path import test_loss_tokens_of_model_ranks as sequences
 
 RANKS = 4
 LENGTH, NUM_SEQUENCES = 8, 8

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import DirectUseError
-from tests.core.buffers.test_reduced_grad import Net, loss_of
+from tests.core.data_path.test_reduced_grad import Net, loss_of
 from tests.support.ranks import run_ranks
 
 

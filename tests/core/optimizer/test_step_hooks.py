@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError, ReducedGradError
-from tests.core.buffers.test_reduced_grad import Net, loss_of, sharded
+from tests.core.data_path.test_reduced_grad import Net, loss_of, sharded
 from tests.support.ranks import run_ranks
 
 Watch = Callable[[Optimizer], Callable[[], object]]

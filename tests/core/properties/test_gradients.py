@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.data_path import grads_of
 from tests.support.gradients import (
     ENGINE_IDS,
     ENGINES,
@@ -166,6 +167,24 @@ def test_all_reduce_shows_grads_until_zeroed() -> None:
         assert weight.grad.data_ptr() == address, "the same memory is used again"
         model.zero_grad(set_to_none=False)
         assert not weight.grad.any()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_autograd_adds_into_the_buffer_without_a_copy(sharded: bool) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
+        one_backward(model, rank)  # at whose end the buffer is made
+        model.zero_grad()
+        [flat] = grads_of(model)
+        with model.no_sync():
+            for _ in range(2):
+                one_backward(model, rank)
+                for param in module.parameters():
+                    assert param.grad is not None
+                    assert flat.data_ptr() <= param.grad.data_ptr() < flat.data_ptr() + flat.nbytes
 
     run_ranks(2, run)
 

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy._lightning.communication_monitor import _sent_bytes
+from megastrategy.core.events import EventKind
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import memory_use
 from tests.core.checkpoint.test_checkpoint_memory import AllocationWatch
 from tests.support.data_path import copied_grads, memory_of, state_bytes_of
@@ -230,3 +234,16 @@ def check_bytes_on_the_wire(
     floor = bytes_a_param * numel
     sent = (after - before) / size / steps
     assert 1.0 <= sent / floor < 1.01, f"{sent / numel:.3f} bytes a parameter, the floor is {floor / numel:.3f}"
+
+
+# The bytes that CommunicationMonitor logs, where the optimizer has several instances.
+
+
+@pytest.mark.parametrize(("size", "instances"), [(4, 1), (4, 2), (6, 2), (6, 3), (4, 4)])
+def test_monitor_counts_sent_bytes(size: int, instances: int) -> None:
+    config = DistributedDataParallelConfig(num_distributed_optimizer_instances=instances)
+    layout = build_layout([ParamSpec("a", (1536,), (1,), torch.float32, torch.float32)], config, size)
+    reduced, gathered = (_sent_bytes(layout, kind, 0) for kind in (EventKind.REDUCE_START, EventKind.GATHER_START))
+    shards = size // instances
+    assert gathered == 4 * 1536 * (shards - 1) // shards, "inside an instance"
+    assert reduced + gathered == 8 * 1536 * (size - 1) // size

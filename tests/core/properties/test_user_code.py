@@ -53,7 +53,7 @@ def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: 
     """Each row of the table in one mode, by turns."""
     sharded = mode != "all-reduce" and size > 1
     if sharded and code.needs_whole_grads:
-        pytest.skip("the step refuses it, and would not be made: tests/core/buffers/test_reduced_grad.py")
+        pytest.skip("the step refuses it, and would not be made: tests/core/data_path/test_reduced_grad.py")
     if code.torch_ddp_refuses:
         pytest.skip(WHY_TORCH_DDP_REFUSES)
     refusal = code.refused if sharded else None

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
-from tests.core.sync import test_loss_tokens_of_model_ranks as sequences
+from tests.core.data_path import test_loss_tokens_of_model_ranks as sequences
 from tests.support.comparison import message
 from tests.support.tensor_parallel import whole
 
