@@ -67,25 +67,6 @@ class ScheduleFree(torch.optim.Optimizer):
         return loss
 
 
-class Swapping(torch.optim.SGD):
-    """SGD that swaps weights and averages at each call, whatever the mode is; the mode is an attribute."""
-
-    averaging = False
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-        self.averaging = True
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        result = super().step(closure)
-        if self.averaging:
-            for param in (param for group in self.param_groups for param in group["params"]):
-                average = self.state[param].setdefault("average", param.clone())
-                average.lerp_(param, 0.5)
-        return result
-
-
 class Methods(torch.optim.SGD):
     """Momentum SGD with a method of each kind."""
 
