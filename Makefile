@@ -57,7 +57,7 @@ gpu-check: $(STAMP)  ## check the engine on this machine's GPUs (ARGS="--gpus 8"
 fast: $(STAMP)  ## the engine's own tests, without checkpoints or any framework: after each change (ARGS go to pytest)
 	$(PYTEST) tests/test_architecture.py $(ENGINE) $(ARGS)
 
-test: lint  ## lint, types and the suite, sampled where a test has many cases: before each merge (ARGS go to pytest)
+test: lint  ## lint, types, and the suite without the tests marked nightly: before each merge (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
 ENGINE := tests/core --ignore tests/core/checkpoint
@@ -65,7 +65,7 @@ DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabri
   tests/doors/accelerate/test_accelerate.py
 nightly: lint docs  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group nightly
-	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" tests campaigns/kills $(ARGS)
+	FRESH_SCRIPTS=1 $(PYTEST) -m "nightly or not nightly" tests campaigns $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
 	done; done

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .support import chosen_collectives, odd_offsets, shared_fork_server
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
-from .support.tiers import mark_long, part
 
 FOLDER = Path(__file__).parent
 
@@ -33,7 +32,6 @@ multiprocessing.set_forkserver_preload(["tests.doors.fits", "tests.support.prelo
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="of the files with tests to run, each N-th from the K-th on")
     parser.addoption(
         "--collectives",
         choices=chosen_collectives.DELIVERIES,
@@ -110,15 +108,9 @@ def no_mode_is_left() -> Iterator[None]:
     assert threshold == logging.NOTSET
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Before -m chooses among the tests, and after it."""
-    mark_long(items, config.args)
-    yield
-    if which := config.getoption("part"):
-        chosen = part(items, which)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests that -m has left."""
     # Tests of programs wait for them: begun last, they would keep one worker busy when the others have ended.
     first_and_last = {"tools": 0, "core": 2}
-    items.sort(key=lambda item: first_and_last.get(item.path.relative_to(FOLDER).parts[0], 1))
+    items.sort(key=lambda item: first_and_last.get(item.path.relative_to(FOLDER.parent).parts[1], 1))

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "megastrategy"
 CORE = PACKAGE / "core"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -237,7 +235,6 @@ def test_only_addresses_import_a_framework() -> None:
             assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path
 
 
-@pytest.mark.fresh
 def test_importing_it_imports_no_framework() -> None:
     names = ("lightning", "pytorch_lightning", "megastrategy.data", "megastrategy.pipeline", "megastrategy.tools")
     names += ("fsspec", "torch.distributed.checkpoint", "accelerate", "transformers")
@@ -261,6 +258,5 @@ assert not [name for name in sys.modules if name.startswith(unused)]
 """
 
 
-@pytest.mark.fresh
 def test_without_experts_and_replicas_their_code_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)

@@ -132,15 +132,14 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("job", [with_trainer, with_directories, with_store, with_store_in_background, with_loop])
 def test_killed_training_ends_as_if_not_killed(job: Job, tmp_path: Path) -> None:
     """Losses of all steps and the last weights to the bit; the rank that is left says why it ends."""
     train_under_fire(job, tmp_path, seed=0, count=50)
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     """A rank dies within a step, then one within a save; ``ckpt_path="last"`` finds the last whole file each time."""
     calm, fire = tmp_path / "calm", tmp_path / "fire"

@@ -21,7 +21,7 @@ from . import examples
 from .edits import for_cpus, for_ours, for_tensor_ranks, ranks_of_tests
 from .on_ranks import cases_of, outcome_of
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 REPOSITORY = "https://github.com/Lightning-AI/pytorch-lightning"
 VERSION = "2.6.5"

@@ -16,7 +16,7 @@ from tests.support.scripts import ROOT
 
 from .nodes import Node
 
-pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Row = tuple[int, float, int, float]
 """An epoch, the test loss after it, the number of ranks, and when that was."""

@@ -18,7 +18,7 @@ from tests.support.scripts import outside_of_ranks
 
 from .__main__ import TRAINING
 
-pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 HOSTS = Path(__file__).with_name("hosts.sh")
 

@@ -16,7 +16,7 @@ from tests.support.scripts import outside_of_ranks
 
 from .__main__ import TRAINING
 
-pytestmark = [pytest.mark.long, pytest.mark.fresh]
+pytestmark = pytest.mark.nightly
 
 
 def test_two_ranks_train_as_with_ddp_to_the_bit(tmp_path: Path) -> None:

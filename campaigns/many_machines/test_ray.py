@@ -17,8 +17,7 @@ from tests.support.patience import HANG_S
 from tests.support.scripts import ROOT, outside_of_ranks
 
 pytestmark = [
-    pytest.mark.long,
-    pytest.mark.fresh,
+    pytest.mark.nightly,
     pytest.mark.timeout(1800),  # a minute or two on an idle machine; each worker imports torch, Ray and a framework
 ]
 

@@ -60,8 +60,7 @@ def test_what_they_ask_slurm_for() -> None:
     assert options("accelerate") == common | {"--job-name=accelerate"}
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_a_trainer_trains_on_two_nodes(tmp_path: Path) -> None:
     said = submitted("trainer", tmp_path)
     assert "MegatronDDPStrategy on 2 rank(s)" in said
@@ -69,8 +68,7 @@ def test_a_trainer_trains_on_two_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "last.ckpt").is_file()
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_an_unmodified_script_trains_on_two_nodes(tmp_path: Path) -> None:
     said = submitted("accelerate", tmp_path)
     assert f"{tmp_path / 'out'}, 2 process(es)" in said

@@ -13,7 +13,7 @@ import pytest
 from tests.support.extra_packages import run_or_skip
 from tests.support.scripts import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]  # a quarter of an hour: Slurm's limits are in minutes
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]  # a quarter of an hour: Slurm's limits are in minutes
 
 
 def left_behind() -> set[str]:

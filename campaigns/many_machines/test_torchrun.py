@@ -11,7 +11,7 @@ import pytest
 
 from .__main__ import FAILURES, until_all_end
 
-pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("failure", FAILURES)

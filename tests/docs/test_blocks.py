@@ -71,9 +71,8 @@ def test_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     assert (done.stdout + done.stderr).count(text) == times
 
 
-@pytest.mark.fresh
 @pytest.mark.parametrize(
-    "page", [page if page == "plain_loop.md" else pytest.param(page, marks=pytest.mark.long) for page in LAUNCHERS]
+    "page", [page if page == "plain_loop.md" else pytest.param(page, marks=pytest.mark.nightly) for page in LAUNCHERS]
 )
 def test_block_of_a_page_runs_as_the_page_says(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]

@@ -124,7 +124,7 @@ def test_options_have_the_fields_types() -> None:
     assert get_type_hints(ConfigOptions) == get_type_hints(DistributedDataParallelConfig)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_type_checker_reports_two_errors(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -78,7 +78,7 @@ def table() -> str:
         "",
         'A test trains each line on two ranks under `"ddp"` and under `"megatron_ddp"`, with the sharded optimizer',
         "(reduce-scatter) and without (all-reduce). It compares weights, losses, metrics and values in callbacks:",
-        "`python -m pytest -m 'long or not long' tests/doors/shared/test_matrix.py`. *To the bit* means that",
+        "`python -m pytest -m 'nightly or not nightly' tests/doors/shared/test_matrix.py`. *To the bit* means that",
         "no bit differs. A number is the allowed relative difference, because a sum has a different order.",
         "`python -m tests.doors.matrix` writes this page, and a test fails if it is out of date.",
         "",

@@ -42,8 +42,7 @@ def test_text_learns_and_resumes(tmp_path: Path) -> None:
     assert float(epochs(resumed)[-1][1]) > 85
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_text_equals_ddp_and_by_the_launcher(tmp_path: Path) -> None:
     """To the bit, if nothing is clipped: the norm that clips is summed shard by shard, and by parameters there."""
     options = ("--clip", "0", "--epochs", "3")
@@ -91,8 +90,7 @@ def test_digits_equal_ddp(tmp_path: Path) -> None:
 # --- notebook.ipynb, in a kernel of its own, as Jupyter runs it -------------------------------------------------------
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from nbclient.cli import main; main()", f"--output={tmp_path / 'run'}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "IPYTHONDIR": str(tmp_path)}
@@ -135,7 +133,7 @@ def told_right(printed: str) -> float:
     return float(percent)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_trainer_equals_ddp_and_resumes(tmp_path: Path) -> None:
     options = ("--clip", "0", "--epochs", "3")
     theirs = run_example(TRAINER, *options, "--out", "theirs", cwd=tmp_path)

@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_finetuning_ends_with_equal_weights(runs: Runs) -> None:
     run = runs("megatron_ddp", 2)
     epochs = run.epochs()
@@ -59,7 +59,7 @@ def test_finetuning_ends_with_equal_weights(runs: Runs) -> None:
     assert "weights of the ranks: equal\n" in run.printed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_finetuning_on_two_ranks_equals_one(runs: Runs) -> None:
     """The frozen half and the other; what remains of a difference is another order of sums."""
     two, one = runs("megatron_ddp", 2).epochs(), runs("ddp", 1).epochs()
@@ -71,7 +71,7 @@ def test_finetuning_on_two_ranks_equals_one(runs: Runs) -> None:
 # --- GAN --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_gan_equals_ddp(tmp_path: Path) -> None:
     """To the bit: the losses of every epoch, and the images."""
     strategies = ("megatron_ddp", "ddp_find_unused_parameters_true")
@@ -96,7 +96,7 @@ def learn_with_muon(strategy: str, cwd: Path) -> tuple[list[tuple[str, str]], in
     return epochs, int(kept[1].replace(",", ""))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_muon_equals_ddp_with_half_of_the_matrices(tmp_path: Path) -> None:
     """To every digit that is printed."""
     ours, num_kept = learn_with_muon("megatron_ddp", tmp_path)
@@ -127,7 +127,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_three_runs_are_one_run(tmp_path: Path) -> None:
     """Each starts where the one before ended, and the end is that of a run under "ddp" that was never interrupted."""
     chain: dict[int, tuple[str, float]] = {}

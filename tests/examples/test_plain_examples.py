@@ -55,7 +55,7 @@ def logged(run_dir: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
-STARTS = [train_gpt, pytest.param(start_gpt, marks=[pytest.mark.long, pytest.mark.fresh])]
+STARTS = [train_gpt, pytest.param(start_gpt, marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module", params=STARTS)
@@ -107,8 +107,7 @@ def test_compare_trains_gpt_under_ddp_too(tmp_path: Path) -> None:
 # --- divided models beside the same script in one process -------------------------------------------------------------
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_llava_in_stages_equals_one_process(tmp_path: Path) -> None:
     run_example("llava_like.py", "--stages", "1", "--steps", "30", "--out", "alone", cwd=tmp_path, processes=1)
     alone = losses(tmp_path / "alone")
@@ -127,8 +126,7 @@ def test_llava_in_stages_equals_one_process(tmp_path: Path) -> None:
             torch.testing.assert_close(weight, expected[name], rtol=0.0, atol=2e-3)
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_divided_experts_equal_one_process(tmp_path: Path) -> None:
     printed = run_example("moe_gpt.py", "--steps", "12", "--compare", "--out", "all", cwd=tmp_path, processes=4)
     assert "dp 4 = ep 2 x edp 2, 4 experts on a rank:" in printed
@@ -144,8 +142,7 @@ def test_divided_experts_equal_one_process(tmp_path: Path) -> None:
     assert losses(tmp_path / "resumed") == pytest.approx(found[8:], abs=5e-6)
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tensor_ranks_equal_one_process(tmp_path: Path) -> None:
     run_example("tensor_parallel_gpt.py", "--tp", "1", "--steps", "12", "--out", "alone", cwd=tmp_path, processes=1)
     printed = run_example("tensor_parallel_gpt.py", "--steps", "8", "--out", "mesh", cwd=tmp_path, processes=4)

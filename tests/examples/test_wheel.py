@@ -16,7 +16,7 @@ import megastrategy
 
 from ..support.scripts import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.fresh]
+pytestmark = pytest.mark.nightly
 
 INSTALL_S = 1800
 """For torch, which may have to be downloaded."""

@@ -85,7 +85,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The minutes are this process's own: a loaded machine takes longer."""
@@ -96,10 +96,10 @@ def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: py
     assert time.process_time() - begun < 120.0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any) -> None:
-    """The test that it prints fails with the fault, and passes without. Run with ``-m long -s`` to see it."""
+    """The test that it prints fails with the fault, and passes without. Run with ``-m nightly -s`` to see it."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         with pytest.raises(AssertionError) as found:

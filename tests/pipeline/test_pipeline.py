@@ -35,8 +35,8 @@ def trained(pp: int, cases: list[Case], tp: int | None = None) -> list[Outcome]:
     ("pp", "dp", "cases"),
     [
         pytest.param(2, 2, TWO, id="2x2"),
-        pytest.param(3, 1, THREE, id="3x1", marks=pytest.mark.long),
-        pytest.param(4, 2, FOUR, id="4x2", marks=pytest.mark.long),
+        pytest.param(3, 1, THREE, id="3x1", marks=pytest.mark.nightly),
+        pytest.param(4, 2, FOUR, id="4x2", marks=pytest.mark.nightly),
     ],
 )
 def test_stages_equal_one_process(pp: int, dp: int, cases: list[Case]) -> None:
@@ -49,7 +49,7 @@ SOME_CUT = [
 ]
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_cut_stages_equal_one_process(dp: int) -> None:
     """On stages times data-parallel times tensor ranks."""
     by_rank = run_processes(4 * dp, trained, 2, SOME_CUT, 2, timeout_s=300.0)

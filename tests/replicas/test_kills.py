@@ -24,7 +24,7 @@ def check_survivors(job: Job, *slots: int) -> None:
             assert longest_pause(lines) < MOST_S + BUSY_S
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("of", "ranks", "seed"), [(2, 2, 1), (3, 1, 2)])
 def test_survivors_go_on_and_the_killed_one_comes_back(tmp_path: Path, of: int, ranks: int, seed: int) -> None:
     draw = random.Random(seed)
@@ -40,7 +40,7 @@ def test_survivors_go_on_and_the_killed_one_comes_back(tmp_path: Path, of: int, 
     check_survivors(job, *(set(range(of)) - {slot}))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_ranks_and_those_that_come_back_are_killed(tmp_path: Path) -> None:
     job = Job.start("loop.py", tmp_path, EPOCHS, 0.1, ranks=2)
     try:
@@ -53,7 +53,7 @@ def test_all_ranks_and_those_that_come_back_are_killed(tmp_path: Path) -> None:
     check_survivors(job, 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stop_ends_all_after_one_batch(tmp_path: Path) -> None:
     job = Job.start("loop.py", tmp_path, EPOCHS, 0.0, 7, ranks=2)
     ends = job.wait_for_end()
@@ -61,7 +61,7 @@ def test_stop_ends_all_after_one_batch(tmp_path: Path) -> None:
     assert ends[0]["steps"] in (8, 9)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_trainer_comes_back_with_loops_schedules_and_its_place(tmp_path: Path) -> None:
     epochs = 12
     job = Job.start("trainer.py", tmp_path, epochs, 0.1)
@@ -82,7 +82,7 @@ def test_a_trainer_comes_back_with_loops_schedules_and_its_place(tmp_path: Path)
     assert sorted(last) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("script", "num_microbatches"), [("fabric.py", 1), ("accelerator.py", 2)])
 def test_loops_of_frameworks_come_back(tmp_path: Path, script: str, num_microbatches: int) -> None:
     epochs = 8

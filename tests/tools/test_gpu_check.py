@@ -21,8 +21,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 @pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F,T", "K,P", "N,R,S", "O"])
 def test_gpu_check_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""
@@ -36,8 +35,7 @@ def test_gpu_check_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     assert all(line["detail"] for line in lines if line["verdict"] == "SKIPPED")
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_gpu_check_of_several_gpus_passes() -> None:
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--gpus", "3", "--only", "C,F,I,M,N,P,Q,R")
     assert done.returncode == 0, done.stdout + done.stderr

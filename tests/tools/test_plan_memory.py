@@ -124,7 +124,7 @@ def test_states_equal_a_real_run_to_the_byte(size: int, dtype: torch.dtype, opti
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt", pytest.param("conv", marks=pytest.mark.long), pytest.param("frozen", marks=pytest.mark.long)]
+    "model", ["gpt", pytest.param("conv", marks=pytest.mark.nightly), pytest.param("frozen", marks=pytest.mark.nightly)]
 )
 def test_temporaries_equal_the_allocators_count(model: str, tmp_path: Path) -> None:
     """The peak of forward and backward on two real ranks, within 1 % and the same with and without values. Kernels' own
@@ -254,7 +254,7 @@ dist.init_process_group("gloo")
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -286,7 +286,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [pytest.param(*row, marks=[pytest.mark.long] if row[0][0] != "o" else []) for row in FAILURES.items()],
+    [pytest.param(*row, marks=[pytest.mark.nightly] if row[0][0] != "o" else []) for row in FAILURES.items()],
 )
 def test_failing_script_is_told_in_one_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
@@ -370,7 +370,7 @@ def test_option_after_the_script_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_options_after_two_dashes_are_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reports.py").write_text(REPORTS)

@@ -165,7 +165,7 @@ def peak(case: Case) -> int:
             [Case((1, 2, 3), schedule, "nothing", 3, kind) for schedule in ("1F1B", "GPipe") for kind in KINDS]
             + [Case((2, 2, 2), "1F1B", frozen) for frozen in FROZEN],
             id="kinds",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -205,7 +205,6 @@ def read_records(folder: Path) -> list[RankEvents]:
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("events.rank*"))]
 
 
-@pytest.mark.fresh
 def test_loop_is_profiled_though_it_fails_later(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(PLAIN_LOOP)
@@ -233,8 +232,7 @@ def test_loop_is_profiled_though_it_fails_later(tmp_path: Path) -> None:
     assert (tmp_path / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_lightning_script_is_profiled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     done = profile(tmp_path, "--steps", "3", "--skip", "1", "--out", "made/here", "train.py")

@@ -109,8 +109,8 @@ def read_each(folder: Path, num_experts: int, worlds: Sequence[str]) -> None:
     ("num_experts", "worlds"),
     [
         (5, ["1 of 1", "2 of 2", "2 of 4 with instances"]),
-        pytest.param(5, [*WORLDS], marks=pytest.mark.long),
-        pytest.param(4, [*WORLDS], marks=pytest.mark.long),
+        pytest.param(5, [*WORLDS], marks=pytest.mark.nightly),
+        pytest.param(4, [*WORLDS], marks=pytest.mark.nightly),
     ],
     ids=("some", "5", "4"),
 )
@@ -202,7 +202,7 @@ def exchange(folder: Path) -> None:
     torch.testing.assert_close(full(theirs), alone.weights, rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fsdp2_with_experts_exchanges_directories(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
     metadata = dcp.FileSystemReader(tmp_path / "ours").read_metadata()

@@ -40,7 +40,7 @@ FEW = [World("ddp", 2), World("rs", 2), World("ar", 2), World("rs", 3)]
     ("reader", "writers"),
     [
         *(pytest.param(reader, FEW, id=f"{reader}, few") for reader in (World("rs", 3), World("ar", 2))),
-        *(pytest.param(reader, WORLDS, id=f"{reader}", marks=pytest.mark.long) for reader in WORLDS),
+        *(pytest.param(reader, WORLDS, id=f"{reader}", marks=pytest.mark.nightly) for reader in WORLDS),
     ],
 )
 def test_every_reader_gathers_what_every_writer_saved(reader: World, writers: list[World]) -> None:
@@ -67,7 +67,7 @@ def test_every_reader_gathers_what_every_writer_saved(reader: World, writers: li
 
 @pytest.mark.parametrize(
     "writer",
-    [*FEW, *(pytest.param(writer, marks=pytest.mark.long) for writer in WORLDS if writer not in FEW)],
+    [*FEW, *(pytest.param(writer, marks=pytest.mark.nightly) for writer in WORLDS if writer not in FEW)],
     ids=str,
 )
 def test_a_plain_torch_script_goes_on_from_every_file(writer: World) -> None:
@@ -137,7 +137,7 @@ OURS = [world for world in WORLDS if world.engine != "ddp"]
     ("reader", "writers"),
     [
         *(pytest.param(reader, FEW[1:], id=f"{reader}, few") for reader in (World("rs", 3), World("ar", 2))),
-        *(pytest.param(reader, OURS, id=f"{reader}", marks=pytest.mark.long) for reader in OURS),
+        *(pytest.param(reader, OURS, id=f"{reader}", marks=pytest.mark.nightly) for reader in OURS),
     ],
 )
 def test_main_params_move_between_all_of_ours(reader: World, writers: list[World]) -> None:

@@ -86,7 +86,7 @@ def resume(mesh: Mesh, case: Case, paths: list[Path], kind: Kind) -> list[Outcom
         pytest.param([OF_STAGES[0], WHOLE[0]], torch.float32, "file", id="short-file"),
         pytest.param(OF_STAGES[1:3], torch.bfloat16, "directory", id="short-directory"),
         *(
-            pytest.param(MESHES, dtype, kind, id=f"all-{dtype}-{kind}", marks=pytest.mark.long)
+            pytest.param(MESHES, dtype, kind, id=f"all-{dtype}-{kind}", marks=pytest.mark.nightly)
             for dtype, kind in itertools.product((torch.float32, torch.bfloat16), ("file", "directory"))
         ),
     ],

@@ -237,8 +237,7 @@ def test_interrupted_removal_leaves_no_checkpoint(url: str) -> None:
 # --- a store that is not ours ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_so_it_is_in_s3(tmp_path: Path) -> None:
     """Or in what answers as it does: moto's server, by way of s3fs. 300 MB to install, and five minutes."""
     python = python_with(tmp_path, "s3fs", "moto[server,s3]", imports="s3fs")

@@ -90,9 +90,9 @@ SOME = [((2, 2), (1, 2))]
     ("written", "resumed"),
     [
         ((2, 2), (1, 2)),
-        pytest.param((1, 4), (2, 2), marks=pytest.mark.long),
-        pytest.param((2, 1), (2, 4), marks=pytest.mark.long),
-        pytest.param((2, 2), (1, 1), marks=pytest.mark.long),
+        pytest.param((1, 4), (2, 2), marks=pytest.mark.nightly),
+        pytest.param((2, 1), (2, 4), marks=pytest.mark.nightly),
+        pytest.param((2, 2), (1, 1), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -148,7 +148,7 @@ def test_the_directory_holds_each_element_once(folder: Path) -> None:
     assert max(by_file.values()) < nbytes / 2, "every rank writes its part"
 
 
-@pytest.mark.parametrize("kind", [*FEW_KINDS, pytest.param(KINDS[5], marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("kind", [*FEW_KINDS, pytest.param(KINDS[5], marks=pytest.mark.nightly)], ids=str)
 def test_tool_consolidates_and_converts_back(folder: Path, tmp_path: Path, kind: Kind) -> None:
     path = written(folder, World(2, 2), tuple(FEW_KINDS) if kind in FEW_KINDS else (kind,)) / "2x2" / str(kind)
     saved = torch.load(path / "whole.pt", weights_only=True)
@@ -229,7 +229,7 @@ def exchange(folder: Path) -> None:
         torch.testing.assert_close(whole(param), own, rtol=0.0, atol=1e-6, msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fsdp2_with_tensor_ranks_exchanges_directories(tmp_path: Path) -> None:
     run_processes(4, exchange, tmp_path)
 

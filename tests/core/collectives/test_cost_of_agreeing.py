@@ -13,7 +13,7 @@ NUM_FACTS = 9
 
 
 @pytest.mark.parametrize(
-    "size", [2, 8, pytest.param(32, marks=pytest.mark.long), pytest.param(128, marks=pytest.mark.long)]
+    "size", [2, 8, pytest.param(32, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.nightly)]
 )
 def test_messages_and_bytes_are_those_of_the_formula(size: int) -> None:
     before, after, wrapped = (costs(size)[name] for name in PLACES)

@@ -110,7 +110,6 @@ for handle in [collectives.all_reduce(torch.ones(1000), 1.0) for collectives in 
 """
 
 
-@pytest.mark.fresh
 def test_a_process_ends_well_right_after_a_collective() -> None:
     """Gloo's threads get to run only when all others wait. Without a wait for them, most such processes aborted
     ("terminate called without an active exception"): 12 of 12 with eight groups, 7 with three."""

@@ -93,7 +93,7 @@ def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
     ("dp", "tp", "cases"),
     [
         pytest.param(2, 2, SHORT, id="2x2"),
-        pytest.param(3, 2, LONG, id="3x2", marks=pytest.mark.long),
+        pytest.param(3, 2, LONG, id="3x2", marks=pytest.mark.nightly),
     ],
 )
 def test_tensor_ranks_round_in_the_same_way(dp: int, tp: int, cases: list[Case]) -> None:

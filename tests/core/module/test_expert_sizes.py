@@ -47,7 +47,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.long), 6, 4])
+@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.nightly), 6, 4])
 def test_any_number_of_ranks_trains_as_one_process(size: int) -> None:
     by_rank = run_processes(size, train_each, SIZES[size])
     for name, case in SIZES[size].items():

@@ -87,7 +87,9 @@ def orders(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[list[EventKind
     return [order_of_second_backward(how, options) for how, options in cases]
 
 
-@pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.nightly)], ids=["some", "others"]
+)
 def test_reductions_start_under_compiled_backwards(cases: list[tuple[str, dict[str, Any]]]) -> None:
     for by_case in run_processes(2, orders, cases):
         for (order, num_graphs), case in zip(by_case, cases, strict=True):

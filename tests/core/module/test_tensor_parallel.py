@@ -57,9 +57,9 @@ def on_mesh(dp: int, tp: int, cases: list[Case]) -> Iterator[tuple[Case, list[Ou
 
 WORLDS = [
     pytest.param(2, 2, SOME, id="2x2"),
-    pytest.param(2, 2, LONG, id="long 2x2", marks=pytest.mark.long),
-    pytest.param(1, 4, LONG, id="long 1x4", marks=pytest.mark.long),
-    pytest.param(2, 4, LONG, id="long 2x4", marks=pytest.mark.long),
+    pytest.param(2, 2, LONG, id="long 2x2", marks=pytest.mark.nightly),
+    pytest.param(1, 4, LONG, id="long 1x4", marks=pytest.mark.nightly),
+    pytest.param(2, 4, LONG, id="long 2x4", marks=pytest.mark.nightly),
 ]
 
 
@@ -88,7 +88,7 @@ BF16 = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4)])
 def test_16_bit_parts_have_main_params(dp: int, tp: int) -> None:
     """Forwards round otherwise where a sum is cut, so weights agree to a step of bf16, replicas to the bit."""

@@ -63,7 +63,7 @@ def answered() -> list[dict[str, float]]:
     return run_processes(4, answers, timeout_s=600.0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["non-reentrant", "reentrant", "compiled"])
 def test_recomputed_and_compiled_models_train_alike(answered: list[dict[str, float]], how: str) -> None:
     assert max(answer[how] for answer in answered) <= 1e-6
@@ -74,7 +74,7 @@ def with_instances(tp: int) -> list[Any]:
     return [train_on(meshes(tp), case)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dp", [2, 4])
 def test_tensor_parallel_instances_train_alike(dp: int) -> None:
     """Each of one data-parallel rank, and of two."""
@@ -115,7 +115,7 @@ def with_two_optimizers() -> tuple[dict[str, Any], dict[str, bytes], list[dict[s
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_owner_steps_matrices_beside_cut_params() -> None:
     by_rank = run_processes(4, with_two_optimizers)
     case = Case(steps=4)
@@ -148,7 +148,7 @@ def killed() -> None:
     trainee.train(range(2, 4))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_rank_ends_all_ranks_of_the_mesh() -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError) as caught:

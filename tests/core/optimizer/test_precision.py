@@ -37,7 +37,7 @@ def wrap(
 @pytest.mark.parametrize(
     ("dtype", "sharded", "updates"),
     [
-        pytest.param(torch.bfloat16, True, 1000, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, True, 1000, marks=pytest.mark.nightly),
         (torch.bfloat16, False, 100),
         (torch.float16, True, 100),
     ],

@@ -41,7 +41,7 @@ def make_run(name: str, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS]
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.nightly) for name in OPTIMIZERS]
 )
 def test_every_optimizer_to_the_bit_on_two_ranks(name: str) -> None:
     """Sharded, where the optimizer steps pieces; with all-reduce it steps what torch DDP would give it."""

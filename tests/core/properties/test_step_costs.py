@@ -7,8 +7,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 COUNT = """
 import json, torch
 from benchmarks.step_costs import ENGINES, ReadyGradients, bytecodes, make_gpt, one_rank_of_eight, operators
@@ -41,7 +39,6 @@ CEILINGS = {
 }
 
 
-@pytest.mark.fresh
 def test_step_costs_stay_below_their_ceilings() -> None:
     command = [sys.executable, "-c", COUNT]
     counts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -84,7 +81,6 @@ OF_THE_PATH = ("data_path/", "optimizer/", "distributed_")
 """Below ``core``, the folders and faces of the path; what else runs is imported."""
 
 
-@pytest.mark.fresh
 def test_a_gradient_passes_few_classes() -> None:
     """From the wrap of a model to the gather of new weights, with the default options."""
     printed = subprocess.run([sys.executable, "-c", PATH], check=True, capture_output=True, text=True).stdout

@@ -271,7 +271,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "sizes", [MESH, pytest.param({**MESH, "dp_replicate_size": 2}, marks=pytest.mark.long)], ids=["2x2", "2x2x2"]
+    "sizes", [MESH, pytest.param({**MESH, "dp_replicate_size": 2}, marks=pytest.mark.nightly)], ids=["2x2", "2x2x2"]
 )
 def test_mesh_trains_saves_and_resumes(worlds: Worlds, tmp_path: Path, sizes: dict[str, int]) -> None:
     folder, name = str(tmp_path), " ".join(f"{key}={size}" for key, size in sizes.items())
@@ -296,7 +296,7 @@ def test_mesh_trains_saves_and_resumes(worlds: Worlds, tmp_path: Path, sizes: di
     assert_close(together[0]["weights"], alone["weights"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_directory_resumes_on_any_mesh(worlds: Worlds, tmp_path: Path) -> None:
     folder, parts, plugin = str(tmp_path), str(tmp_path / "parts"), {"state_dict_type": "sharded"}
     [alone] = worlds.run(train, {}, folder, size=1, tied=True)
@@ -420,7 +420,7 @@ def fit(folder: str, is_cut: bool, resume: str | None = None) -> dict[str, Any]:
         }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_trainer_on_tensor_ranks(worlds: Worlds, tmp_path: Path) -> None:
     """It trains, saves and resumes as in one process."""
     from safetensors.torch import load_file

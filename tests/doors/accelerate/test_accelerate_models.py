@@ -129,7 +129,7 @@ def train_compiled(name: str, mode: dict[str, Any], regional: bool) -> Any:
     return run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("regional", [False, True])
 def test_compiled_model_equals_ddp(worlds: Worlds, regional: bool) -> None:
     assert_like_ddp(worlds, train_compiled, REDUCE_SCATTER, 0.0, regional)

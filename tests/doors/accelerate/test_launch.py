@@ -182,7 +182,7 @@ def test_unmodified_script_equals_ddp(stock: list[dict[str, Any]], tmp_path: Pat
     assert "__main__.TheirAccelerator is a subclass" in said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     write_script(tmp_path)
     (tmp_path / "one.yaml").write_text(ACCELERATES + OPTIONS)

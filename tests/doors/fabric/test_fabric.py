@@ -226,7 +226,7 @@ def test_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> No
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_model_compiled_with_backward_equals_ddp(ranks: Ranks) -> None:
     """The matrix has dynamo alone; here backward is traced as well. Forward and backward still meet the engine."""
     assert_like_ddp(ranks, train, REDUCE_SCATTER, accumulate=2, before_setup=compiled)

@@ -271,7 +271,7 @@ def go_on(is_ours: bool, source: str | None, target: str) -> dict[str, torch.Ten
     return {name: whole(param) for name, param in module.named_parameters()}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_directory_moves_to_model_parallel_and_back(mesh: Ranks, tmp_path: Path) -> None:
     first, ours, again = (str(tmp_path / name) for name in ("first", "ours", "again"))
     expected = mesh.run(go_on, False, None, first)[0]

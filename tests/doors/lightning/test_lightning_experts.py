@@ -141,7 +141,7 @@ def alone(one_rank: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["ep2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ep4", "all-reduce"))]
+    "name", ["ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ep4", "all-reduce"))]
 )
 def test_divided_experts_train_save_and_resume(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], name: str
@@ -187,8 +187,8 @@ def written(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Written:
         ("ep2", "ep4"),
         ("ep4+", "ddp"),
         ("whole+", "ep2"),
-        pytest.param("ep4+", "all-reduce", marks=pytest.mark.long),
-        pytest.param("ddp", "ep4", marks=pytest.mark.long),
+        pytest.param("ep4+", "all-reduce", marks=pytest.mark.nightly),
+        pytest.param("ddp", "ep4", marks=pytest.mark.nightly),
     ],
 )
 def test_checkpoint_goes_on_under_any_division(
@@ -262,7 +262,7 @@ def fit_beside(
     ("callbacks", "precision", "tolerance"),
     [
         pytest.param([functools.partial(EMAWeightAveraging, decay=0.5)], None, 2e-6, id="averaged"),
-        pytest.param([], "bf16-true", 2e-2, id="bf16-true", marks=pytest.mark.long),
+        pytest.param([], "bf16-true", 2e-2, id="bf16-true", marks=pytest.mark.nightly),
     ],
 )
 def test_divided_experts_are_averaged_and_rounded(

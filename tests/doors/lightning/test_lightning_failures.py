@@ -238,8 +238,8 @@ class RaisesInHook(AwkwardModule):
         "forward",
         "setup",
         "on_save_checkpoint",
-        pytest.param("on_before_optimizer_step", marks=pytest.mark.long),
-        pytest.param("configure_optimizers", marks=pytest.mark.long),
+        pytest.param("on_before_optimizer_step", marks=pytest.mark.nightly),
+        pytest.param("configure_optimizers", marks=pytest.mark.nightly),
     ],
 )
 def test_next_fit_works_after_an_exception_on_one_rank(ranks: Ranks, tmp_path: Path, place: str) -> None:

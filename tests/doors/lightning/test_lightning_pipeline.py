@@ -98,7 +98,7 @@ def fit_on_mesh(folder: str, epochs: int, resume: str | None, order: list[int] |
     return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
 
 
-@pytest.mark.parametrize("order", [None, pytest.param([1, 0], marks=pytest.mark.long)])
+@pytest.mark.parametrize("order", [None, pytest.param([1, 0], marks=pytest.mark.nightly)])
 def test_stages_train_save_and_resume_as_one_process(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path, order: list[int] | None
 ) -> None:
@@ -129,7 +129,7 @@ def fit_on_tensor_ranks(folder: str, epochs: int, resume: str | None, kind: Any)
     return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stages_of_cut_layers_resume(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     folder, names = str(tmp_path), ("state_dict", "optimizer_states")
     [alone] = one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 2, None)

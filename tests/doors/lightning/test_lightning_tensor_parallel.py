@@ -179,7 +179,7 @@ def fit_by_either(path: str, is_ours: bool, epochs: int, resume: str | None) -> 
     return module.losses
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Path) -> None:
     """From its directory, FSDP2's, with the ``fully_shard`` line removed."""
     first, theirs, ours = (str(tmp_path / name) for name in ("first", "theirs", "ours"))

@@ -50,8 +50,7 @@ def consolidate(directory: Path, file: Path) -> Path:
     return file
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_run_resumes_from_a_directory_and_its_file(ranks: Ranks, tmp_path: Path) -> None:
     """Losses and weights to the bit, under this strategy, all-reduce, and "ddp"."""
     whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), every=BATCHES_PER_EPOCH, **SHARDED)

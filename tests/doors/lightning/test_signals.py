@@ -292,7 +292,7 @@ def fit_in_a_job(
     return model.saved_at, trainer.global_step
 
 
-@pytest.mark.parametrize(("rank", "fast"), [(None, None), pytest.param(1, 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("rank", "fast"), [(None, None), pytest.param(1, 0, marks=pytest.mark.nightly)])
 def test_job_resumes_from_a_validation(ranks: Ranks, tmp_path: Path, rank: int | None, fast: int | None) -> None:
     """A rank that waits at its end cannot come; all save then before the next batch of training."""
     job = slurm_job(tmp_path, num_tasks=2)
@@ -351,7 +351,7 @@ def test_sigterm_ends_one_rank_soon_in_each_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "step"), [("training", SENT_IN + 1), pytest.param("validation", 10, marks=pytest.mark.long)]
+    ("stage", "step"), [("training", SENT_IN + 1), pytest.param("validation", 10, marks=pytest.mark.nightly)]
 )
 def test_job_of_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path, stage: str, step: int) -> None:
     job = slurm_job(tmp_path, num_tasks=1)

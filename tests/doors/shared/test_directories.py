@@ -157,7 +157,7 @@ def url(tmp_path: Path) -> str:
     return f"objects://{tmp_path}/store/run"
 
 
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.nightly)])
 def test_run_resumes_from_a_store(ranks: Ranks, url: str, kind: str) -> None:
     """Losses and weights to the bit; ModelCheckpoint keeps what it shall."""
     options = {"strategy_options": {"state_dict_type": kind}}
@@ -199,7 +199,7 @@ def fit_saving_slowly(url: str) -> list[int]:
     return counter.counts
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_complete_checkpoint_is_there_at_any_time(ranks: Ranks, url: str) -> None:
     """ModelCheckpoint removes the old one as soon as it has asked for the new one."""
     for counts in ranks.run(fit_saving_slowly, url):

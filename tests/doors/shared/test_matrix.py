@@ -23,7 +23,7 @@ UnderDDP = Callable[[int], list[Any]]
 def cases(is_often: Callable[[Feature, str], bool]) -> pytest.MarkDecorator:
     """Each feature in both modes, one after the other; those that are not often run are for ``make nightly``."""
     params = [
-        pytest.param(number, mode, id=f"{feature}-{mode}", marks=() if is_often(feature, mode) else pytest.mark.long)
+        pytest.param(number, mode, id=f"{feature}-{mode}", marks=() if is_often(feature, mode) else pytest.mark.nightly)
         for number, feature in enumerate(FEATURES)
         for mode in MODES
     ]

@@ -29,7 +29,6 @@ def test_torch_finds_the_entry_point() -> None:
     assert entries["megastrategy"].load() is megastrategy_autoload.register_strategy_names
 
 
-@pytest.mark.fresh
 def test_script_that_imports_nothing_has_the_names(tmp_path: Path) -> None:
     """In all four packages; until a strategy is asked for, only the one small module is imported."""
     code = """
@@ -129,8 +128,7 @@ assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder)
 """
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", IMPORTS)
 def test_names_are_there_in_every_order_of_imports(tmp_path: Path, order: str) -> None:
     """In all four packages; ``import megastrategy`` must not cost Lightning's seconds, and leaves no trace in it."""
@@ -138,8 +136,7 @@ def test_names_are_there_in_every_order_of_imports(tmp_path: Path, order: str) -
     run_python("-c", start + CHECK_NAMES, cwd=tmp_path)
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_class_without_lightning_is_the_old_packages(tmp_path: Path) -> None:
     """A project that has kept the old package has the same public name."""
     code = """
@@ -155,8 +152,7 @@ def test_class_without_lightning_is_the_old_packages(tmp_path: Path) -> None:
     run_python("-c", textwrap.dedent(code), cwd=tmp_path)
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_error_without_lightning_says_what_to_install(tmp_path: Path) -> None:
     """And a Lightning that is there but broken is not reported as absent, nor passed over for the other package."""
     broken = tmp_path / "lightning"
@@ -207,8 +203,7 @@ def refused(ask, *words):
 """
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 def test_old_accelerate_is_refused(tmp_path: Path) -> None:
     code = """
         import accelerate
@@ -230,8 +225,7 @@ def test_metadata_asks_for_the_same_minima() -> None:
     assert f"ray[train]>={RAY}" in extras["ray"]
 
 
-@pytest.mark.long
-@pytest.mark.fresh
+@pytest.mark.nightly
 @pytest.mark.parametrize(("package", "door"), DOORS.items())
 def test_old_lightning_is_refused_by_name_and_import(tmp_path: Path, package: str, door: str) -> None:
     """The installed one with an old version's number: what it lacks must not be what is complained about."""

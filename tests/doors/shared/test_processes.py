@@ -97,7 +97,6 @@ def assert_results(output: str, *, environment: str, launcher: str, ours: int = 
     assert output.count("megatron_ddp on 2 rank(s): reduce-scatter, sharded optimizer") == ours, "on rank 0 alone"
 
 
-@pytest.mark.fresh
 def test_script_fits_on_two_processes(tmp_path: Path) -> None:
     """As a user starts it: weights equal ddp's, state is halved, and rank 0 alone prints what was set up."""
     output = run_python(str(write_script(tmp_path, imported=True)), "megatron_ddp", "ddp", cwd=tmp_path)
@@ -111,8 +110,7 @@ def test_script_fits_on_two_processes(tmp_path: Path) -> None:
     assert "the end of the first backward needs 16.00 MiB for parameters and gradients" in output, "both twice"
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     """The launchers that start the processes anew for each fit and bring the weights back to the main process."""
     script = write_script(tmp_path, imported=True)
@@ -121,8 +119,7 @@ def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     assert_results(output, environment="LightningEnvironment", launcher="_MultiProcessingLauncher", ours=3)
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
     """The script does not import megastrategy: every process that torchrun starts has the names by torch."""
     script = write_script(tmp_path, imported=False)
@@ -131,8 +128,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert_results(output, environment="TorchElasticEnvironment", launcher="_SubprocessScriptLauncher")
 
 
-@pytest.mark.fresh
-@pytest.mark.long
+@pytest.mark.nightly
 def test_slurm(tmp_path: Path) -> None:
     """As ``srun --ntasks-per-node=2`` starts it; Lightning reads all it needs from SLURM's variables."""
     script = write_script(tmp_path, imported=True)

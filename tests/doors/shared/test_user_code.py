@@ -175,7 +175,7 @@ def assert_as_under_ddp(request: pytest.FixtureRequest, door: str, mode: str, si
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("door", DOORS)
 def test_row_is_as_under_ddp_through_one_door(request: pytest.FixtureRequest, door: str, every: int) -> None:
     """``every``: the sixth of them in ``make test``, which has all rows in a plain loop."""

@@ -151,7 +151,7 @@ def assert_sharded(ours: list[Run], theirs: list[Run], mode: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in NIGHTLY else []) for name in FITS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in FITS]
 )
 def test_fit_equals_ddp(worlds: Worlds, name: str, tmp_path: Path) -> None:
     options = FITS[name]
@@ -175,7 +175,7 @@ def test_infinite_loss_on_one_rank_skips_a_step(worlds: Worlds, tmp_path: Path) 
         assert_same_fit(ours, theirs, rtol=1e-6 if mode["use_distributed_optimizer"] else 0.0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> None:
     """And a second training with the same Trainer begins with it. Early stopping and evaluation by the way."""
     from transformers import EarlyStoppingCallback
@@ -220,7 +220,7 @@ def test_fsdp_argument_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> Non
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=resumes_on_cpus)], ids=["2 -> 1", "1 -> 2"])
 def test_fit_resumes_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
     """As torch DDP resumes from the same files, to the bit; and as if it had not stopped, except the order of sums."""
@@ -251,7 +251,7 @@ def test_fit_resumes_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int
     assert_equal(*states)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @resumes_on_cpus
 def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     """They are saved beside what Trainer saves, or steps below the weights' precision would be lost."""
@@ -279,7 +279,7 @@ def lora_again(name: str, folder: Path) -> tuple[Run, Run, list[str]]:
     return whole, fit(name, {}, folder / "again", resume=folder / "whole" / "checkpoint-3", **options), files
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @resumes_on_cpus
 def test_adapter_is_saved_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
     theirs = worlds.run(lora_again, "ddp", tmp_path / "theirs")
