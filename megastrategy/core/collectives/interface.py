@@ -155,9 +155,9 @@ class Collectives(ABC):
         if isinstance(error, MegastrategyError):  # it has a text already; CollectiveError is a RuntimeError, too
             raise error
         raise CollectiveError(
-            f"{self.name}: {what} did not complete. Most often another rank has ended, with an error, killed, or after "
-            "fewer batches than this rank, or it is stuck longer than the group's timeout: look at the first error "
-            f"among the ranks. The backend said: {error}"
+            f"{self.name}: {what} did not complete. Most often another rank ended with an error, was killed, had fewer "
+            "batches than this rank, or is stuck longer than the group's timeout: look at the first error among the "
+            f"ranks. The backend said: {error}"
         ) from error
 
     def _count(self, what: str) -> None:
