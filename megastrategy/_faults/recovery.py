@@ -50,10 +50,12 @@ def report_failure(name: str, exception: BaseException, *, leaves: bool = False)
     while isinstance(exception, CollectiveError) and exception.__context__ and not exception.__suppress_context__:
         exception = exception.__context__  # a rank that fails may clean up, and enter another collective there
     what = describe(exception)
+    # A killed rank reports nothing, and the failed collectives of the others follow from its end.
+    reason = ended_process() if isinstance(exception, CollectiveError) else ""
     store = store_of(f"exception/{name}")
     try:
         # ranks fail at the same moment, too. The store decides which was first, so all name the same one
-        first = store.compare_set("first", "", f"rank {torch.distributed.get_rank()}: {what}").decode()
+        first = store.compare_set("first", "", reason or f"rank {torch.distributed.get_rank()}: {what}").decode()
         # the others learn at once that this rank will not come to save, or that it may begin the next fit
         if leaves:
             store.set(f"left/{torch.distributed.get_rank()}", _point())

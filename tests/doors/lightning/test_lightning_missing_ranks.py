@@ -270,3 +270,16 @@ def test_dead_rank_is_not_waited_for(
     assert_failed(survivor, said, kind=kind, within_s=within_s)
     assert moment != "batch" or "the process of rank(s) [1] has ended" in survivor.traceback
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_killed_rank_is_the_first_failure(tmp_path: Path) -> None:
+    """Collectives of both survivors fail because of it, and neither error is the first.
+
+    Rank 0 has the store, so only its report is certain to find it."""
+    pool = Ranks(3)
+    try:
+        survivor, *_ = pool.outcomes(fit_dying, "batch", tmp_path)
+    finally:
+        pool.close()
+    assert_failed(survivor, kind="CollectiveError", within_s=20)
+    assert "the first failure among the ranks: the process of rank(s) [1] has ended" in survivor.traceback
