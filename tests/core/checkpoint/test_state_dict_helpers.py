@@ -116,7 +116,7 @@ def refused() -> str:
 def test_flattened_optimizer_state_is_refused_by_name() -> None:
     for message in run_processes(2, refused):
         assert "flatten_optimizer_state_dict=True" in message
-        assert "leave that option out" in message
+        assert "Leave out flatten_optimizer_state_dict=True" in message
 
 
 def names() -> list[list[str]]:

@@ -111,7 +111,7 @@ def test_a_copy_refuses_to_train_until_it_is_wrapped(copied: Copy) -> None:
             lambda: twin.microbatch,
         ]
         for use in uses:
-            with pytest.raises(ClosedError, match=r"copy.*wrap the module again"):
+            with pytest.raises(ClosedError, match=r"(?s)copy.*wrap the module again"):
                 use()
         model.close()
         results = []
