@@ -23,9 +23,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import megastrategy
-from tests.support.stateful_loader import StatefulLoader
 
 BATCH_S = {"": 0.1, "long": 4.0}
 SAVE_S = {"": 1.0, "long": 8.0}
@@ -94,7 +94,7 @@ def main(folder: Path, stage: str, strategy: str) -> None:
     atexit.register(model.tell, "left")
     num_samples = NUM_BATCHES * int(os.environ["SLURM_NTASKS"])
     dataset = TensorDataset(torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(1)))
-    data = StatefulLoader(dataset, sampler=megastrategy.data.ResumableSampler(dataset, seed=0))
+    data = StatefulDataLoader(dataset, sampler=megastrategy.data.ResumableSampler(dataset, seed=0))
     evaluated = DataLoader(dataset)
     last = folder / "last.ckpt"
     trainer = pl.Trainer(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megastrategy.data import ResumableSampler, batch_size_of, sampler_of
 
@@ -226,15 +227,14 @@ def test_errors() -> None:
 @pytest.mark.parametrize(("num_workers", "num_ranks"), [(0, 1), (2, 3)])
 def test_torchdatas_loader_keeps_the_place(num_workers: int, num_ranks: int) -> None:
     """It saves the state of the sampler's iterator with each batch; any number of ranks goes on with rank 0's."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     options = {"num_workers": num_workers, "batch_size": 3}
     [first, _] = samplers(23, 2)
-    data = stateful.StatefulDataLoader(first.dataset, sampler=first, **options)
+    data = StatefulDataLoader(first.dataset, sampler=first, **options)
     for _ in zip(range(2), data, strict=False):
         state = data.state_dict()
     seen: list[int] = []
     for sampler in samplers(23, num_ranks):
-        rest = stateful.StatefulDataLoader(sampler.dataset, sampler=sampler, **options)
+        rest = StatefulDataLoader(sampler.dataset, sampler=sampler, **options)
         rest.load_state_dict(copy.deepcopy(state))
         seen += [index for batch in rest for index in batch.tolist()]
     order = permutation(23, 0)

@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megastrategy import SaveOnStop
 from megastrategy.data import ResumableSampler
-from tests.support.stateful_loader import StatefulLoader
 
 from ..accelerate_loops import Worlds, make_accelerator
 from ..fabric_loops import make_fabric
@@ -62,7 +62,7 @@ class Regression(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         data = samples(self.size)
-        return StatefulLoader(data, batch_size=BATCH_SIZE, sampler=ResumableSampler(data, seed=SEED))
+        return StatefulDataLoader(data, batch_size=BATCH_SIZE, sampler=ResumableSampler(data, seed=SEED))
 
     def val_dataloader(self) -> Any:
         return DataLoader(samples(6), batch_size=BATCH_SIZE)
