@@ -130,7 +130,7 @@ def imports(path: Path, *, for_types: bool = False) -> set[str]:
     return found
 
 
-def test_no_file_imports_itself_by_way_of_others_also_for_types_alone() -> None:
+def test_imports_have_no_cycle() -> None:
     """A circle that a type checker alone sees is one of the reader's all the same."""
     files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
     files |= {name.removesuffix(".__init__"): path for name, path in files.items()}
@@ -142,7 +142,7 @@ def test_no_file_imports_itself_by_way_of_others_also_for_types_alone() -> None:
     graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
 
 
-def test_core_imports_torch_the_standard_library_and_what_its_room_may() -> None:
+def test_core_imports_follow_the_table() -> None:
     for path in FILES_OF_CORE:
         own = module(path).split(".")[0]
         for name in imports(path):
@@ -166,7 +166,7 @@ def test_every_folder_of_core_says_what_it_may_import() -> None:
     assert all(order[lower] < order[folder] for folder in rows for lower in ROOMS_OF_CORE[folder])
 
 
-def test_folders_of_core_know_the_public_names_of_each_other_and_export_no_more() -> None:
+def test_folders_of_core_use_public_names() -> None:
     """A folder's ``__init__`` is its border. Functions, and types, may import a file itself, which costs much."""
     used: dict[str, set[str]] = {folder: set() for folder in ROOMS_OF_CORE}
     for path in FILES_OF_CORE:
@@ -258,5 +258,5 @@ assert not [name for name in sys.modules if name.startswith(unused)]
 """
 
 
-def test_without_experts_and_replicas_their_code_is_not_imported() -> None:
+def test_experts_and_replicas_are_imported_when_used() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)

@@ -98,7 +98,7 @@ def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: py
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any) -> None:
+def test_planted_fault_shrinks_to_few_actions(plant: Any) -> None:
     """The test that it prints fails with the fault, and passes without. Run with ``-m nightly -s`` to see it."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -118,7 +118,7 @@ def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any)
     assert len(played[0].layers) <= 2
 
 
-def test_pairs_that_the_configuration_refuses_are_not_missing() -> None:
+def test_refused_pairs_are_not_missing() -> None:
     """A pair that is refused whatever else is chosen cannot be met."""
     possible = possible_pairs()
     assert ("use_distributed_optimizer", True, "grad_buffer", "pooled") in possible

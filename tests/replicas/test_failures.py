@@ -83,7 +83,7 @@ def reject_a_gradient(ranks: int, address: str) -> tuple[list[str], list[float],
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rejected_batch_of_one_replica_keeps_nobody_waiting(ranks: int) -> None:
+def test_rejected_batch_keeps_no_replica_waiting(ranks: int) -> None:
     first, second = run_in_replicas(reject_a_gradient, ranks, ranks)
     for (messages, seconds, weights), (other_messages, other_seconds, other_weights) in zip(first, second, strict=True):
         assert messages == []

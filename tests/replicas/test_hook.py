@@ -40,7 +40,7 @@ class Others:
     ],
     ids=["shards", "all-reduce", "flattened", "pooled"],
 )
-def test_gradient_of_a_replica_without_a_part_is_dropped(options: dict[str, Any]) -> None:
+def test_grad_of_replica_without_part_is_dropped(options: dict[str, Any]) -> None:
     """With zeros instead, momentum would be applied where the others have no gradient."""
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -62,7 +62,7 @@ def test_stop_ends_all_after_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_trainer_comes_back_with_loops_schedules_and_its_place(tmp_path: Path) -> None:
+def test_trainer_returns_with_loops_and_its_place(tmp_path: Path) -> None:
     epochs = 12
     job = Job.start("trainer.py", tmp_path, epochs, 0.1)
     try:

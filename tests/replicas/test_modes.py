@@ -47,7 +47,7 @@ TOLERANCES = {"muon": 2e-3, "wire": 2e-2, "bf16": 5e-2, "fp32-accumulation": 5e-
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_replica_that_comes_back_continues_to_the_bit(name: str) -> None:
+def test_returning_replica_continues_to_the_bit(name: str) -> None:
     case = CASES[name]
     first, second = run_in_replicas(leave_and_come_back, case.ranks, case)
     for mine, other in zip(first, second, strict=True):

@@ -70,15 +70,13 @@ def differ(culprit: int, width: int, seed: int, num_steps: int, address: str) ->
     [(1, 5, 0, 0, "another model"), (1, 4, 1, 0, "another weights at the start"), (0, 5, 0, 2, "another model")],
     ids=["model", "weights", "model-on-return"],
 )
-def test_a_replica_that_differs_ends_and_the_other_goes_on(
-    culprit: int, width: int, seed: int, num_steps: int, what: str
-) -> None:
+def test_other_replica_ends_and_the_rest_go_on(culprit: int, width: int, seed: int, num_steps: int, what: str) -> None:
     message = run_in_replicas(differ, 1, culprit, width, seed, num_steps)[culprit][0]
     assert f"replica {culprit} has {what}" in message
     assert f"than replicas [{1 - culprit}]" in message
 
 
-def test_numbers_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NUM_REPLICA_GROUPS", "REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="pass it, or set NUM_REPLICA_GROUPS"):
