@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import make_collectives, weigh_by_tokens
 from megastrategy.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
 from tests.support.ragged_tokens import batch
@@ -243,6 +245,42 @@ def grad_of(module: nn.Module, x: Tensor) -> Tensor:
     weight = module.layers[0].weight  # type: ignore[union-attr,index]
     [grad] = torch.autograd.grad(module(x), weight)
     return grad
+
+
+def test_models_of_one_loss_have_own_windows() -> None:
+    """The first one's mean is known in the middle of the second one's window, whose losses all have one unit."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        modules = [Dense(), Dense()]
+        # One queue for both: a group that was made by hand is no group of each model's own.
+        collectives = make_collectives(group, torch.device("cpu"))
+        models = [DistributedDataParallel(module, collectives=collectives) for module in modules]
+        inputs = [[torch.full((2, 4), 1.0 + r + 0.5 * number) for r in range(2)] for number in range(3)]
+        counts = [[3000 * (r + 1) + 7000 * number for r in range(2)] for number in range(3)]
+
+        def expected(module: Dense, numbers: Sequence[int]) -> Tensor:
+            pairs = [(counts[number][r], inputs[number][r]) for number in numbers for r in range(2)]
+            return sum(n * grad_of(module, x) for n, x in pairs) / sum(n for n, _ in pairs)
+
+        for number, syncs in enumerate(([False, False], [True, False], [True, True])):
+            if number == 2:
+                models[0].zero_grad()
+            with contextlib.ExitStack() as stack:
+                for model, sync in zip(models, syncs, strict=True):
+                    if not sync:
+                        stack.enter_context(model.no_sync())
+                loss = sum(model(inputs[number][rank]) for model in models)
+            weigh_by_tokens(loss, counts[number][rank], models).backward()
+            for model, module, sync, numbers in zip(models, modules, syncs, ([[0, 1], [2]], [[0, 1, 2]]), strict=True):
+                if sync:
+                    found = model.full_grad(module.layers[0].weight)
+                    wanted = expected(module, numbers[-1] if number == 2 else numbers[0])
+                    # The losses are not divided by the number of microbatches, and means are added up, as ever.
+                    num_added = {0: 2, 1: 1}[number - 1] if model is models[0] else 3
+                    torch.testing.assert_close(found, num_added * wanted, rtol=1e-5, atol=1e-7)
+        collectives.close()
+
+    run_ranks(2, run)
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
