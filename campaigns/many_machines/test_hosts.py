@@ -13,8 +13,8 @@ import torch
 
 from tests.support.comparison import assert_equal
 from tests.support.extra_packages import run_or_skip
-from tests.support.patience import HANG_S
 from tests.support.scripts import outside_of_ranks
+from tests.support.timeouts import HANG_S
 
 from .__main__ import TRAINING
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import HANG_S
 from tests.support.ports import free_port
 from tests.support.scripts import ROOT, outside_of_ranks
+from tests.support.timeouts import HANG_S
 
 FOLDER = ROOT / "examples" / "slurm"
 

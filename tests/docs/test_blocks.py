@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ..support.patience import HANG_S
 from ..support.scripts import run_script
+from ..support.timeouts import HANG_S
 from . import ROOT
 
 

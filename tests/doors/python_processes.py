@@ -14,7 +14,7 @@ from typing import IO
 
 import megastrategy
 
-from ..support.patience import HANG_S
+from ..support.timeouts import HANG_S
 
 
 def run_python(

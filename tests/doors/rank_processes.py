@@ -21,8 +21,8 @@ import torch
 
 from ..support import chosen_collectives
 from ..support.lazy_collectives import violations
-from ..support.patience import HANG_S, REPORT_S
 from ..support.ports import free_port
+from ..support.timeouts import HANG_S, REPORT_S
 
 SIZE = 2
 NUM_RANKS = "NUM_RANKS"

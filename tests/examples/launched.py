@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..support.patience import HANG_S
 from ..support.scripts import ROOT, Done, run_script
+from ..support.timeouts import HANG_S
 
 EXAMPLES = ROOT / "examples"
 OURS = ("megastrategy.launch", "--config", str(EXAMPLES / "megatron_ddp.yaml"))

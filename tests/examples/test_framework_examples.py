@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from megastrategy.accelerate.checkpoint import DIRECTORY
 
 from ..support.comparison import assert_equal
-from ..support.patience import HANG_S
 from ..support.scripts import run_script
+from ..support.timeouts import HANG_S
 from .launched import EXAMPLES, OURS, launch_example, run_example
 
 # --- accelerate_text.py -----------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..support.patience import HANG_S
 from ..support.scripts import Done, run_script
+from ..support.timeouts import HANG_S
 from .launched import EXAMPLES, losses, run_example
 
 

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.layout import build as layout_build
 
 from ..support.comparison import assert_equal
-from ..support.directories import saving_among_threads
 from ..support.ranks import RankError, run_ranks
+from ..support.thread_checkpoints import saving_among_threads
 from ..support.training import assert_same_state
 from .cases import Action, Case, Freeze, Resume, Thaw
 from .players import Clock, Emulation, OfTorchDDP, Ours, Player, Saved

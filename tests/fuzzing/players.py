@@ -21,9 +21,9 @@ from megastrategy.core import OpenDirectory
 from megastrategy.core.collectives import make_collectives
 
 from ..support import optimizers
-from ..support.directories import gather_objects
 from ..support.doubles import EVERYTHING, DelayingCollectives
 from ..support.ranks import with_instances
+from ..support.thread_checkpoints import gather_objects
 from ..support.user_code import ROWS, Site
 from .cases import (
     OPTIMIZERS,

@@ -16,7 +16,7 @@ from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.optimizer import sharded_optimizer
 from megastrategy.core.optimizer.runs import MainParams, group_members
 
-from ..support.patience import HANG_S
+from ..support.timeouts import HANG_S
 from .cases import Case
 from .runs import run_for
 from .tally import possible_pairs

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
-from .notes import Notes
+from .kept_lists import Notes
 
 
 class Many(nn.Module):

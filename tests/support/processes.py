@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import megastrategy  # noqa: F401 - preloaded in the fork server
 
-from .patience import HANG_S, REPORT_S
+from .timeouts import HANG_S, REPORT_S
 
 AFTER_A_FAILURE_S = 30.0
 """Seconds that the other ranks get after a failure: they may wait for the failed one, and shall tell its reason."""

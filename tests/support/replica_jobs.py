@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.replicas.scripts.sizes import BATCH_SIZE, NUM_SAMPLES
 
-from .patience import HANG_S
+from .timeouts import HANG_S
 
 SCRIPTS = Path(__file__).parents[1] / "replicas" / "scripts"
 HEARTBEAT_S, SKEW_S = 2.0, 30.0

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .patience import HANG_S
 from .ports import free_port
+from .timeouts import HANG_S
 
 ROOT = Path(__file__).parents[2]
 FRESH_SCRIPTS = os.environ.get("FRESH_SCRIPTS") == "1"

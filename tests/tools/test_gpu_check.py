@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check.ranks import FAKE_SIZE
-from tests.support.patience import HANG_S
+from tests.support.timeouts import HANG_S
 
 ROOT = Path(__file__).parents[2]
 

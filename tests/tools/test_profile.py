@@ -25,7 +25,7 @@ from megastrategy.core import (
 from megastrategy.tools.bottlenecks import verdicts
 from megastrategy.tools.profiling import Recording
 from megastrategy.tools.timeline import Lane, RankEvents, average, bucket_times, spans_of
-from tests.support.patience import HANG_S
+from tests.support.timeouts import HANG_S
 
 from ..support.doubles import DelayingCollectives
 from ..support.models import two_layers

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.collectives import Collectives, GlooCollectives, Handle
 from megastrategy.core.collectives.gloo_references import GlooReferences
 from megastrategy.core.collectives.instanced import InstanceCollectives
-from tests.support.patience import HANG_S
 from tests.support.ranks import run_ranks, with_instances
+from tests.support.timeouts import HANG_S
 
 # All that is carried out by those threads of gloo's that know tensors, and how many it gives them.
 OPERATIONS: dict[str, tuple[Callable[[Collectives], Handle], int]] = {

@@ -219,9 +219,10 @@ def test_an_accelerator_has_the_hosts_bits(kind: str, scale: float, monkeypatch:
         ("fp32", 1.0, 1, 2),
     ],
 )
-def test_kernels_grow_with_ranks_and_not_with_elements(
+def test_kernels_of_sums_grow_with_ranks_alone(
     kind: str, scale: float, per_part: int, fixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Speed only: at most ``per_part`` kernels for each rank's part and ``fixed`` more, whatever the size."""
     work_as_on_an_accelerator(monkeypatch)
     for num_parts in (2, 8):
         for numel in (100, 20 * PIECE_NUMEL):

@@ -24,9 +24,9 @@ from megastrategy.core.events import Event, EventKind
 from tests.support.data_path import buffers_of
 from tests.support.doubles import DelayingCollectives, FailingCollectives
 from tests.support.models import awkward_model, images
-from tests.support.patience import HANG_S
 from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks, try_ranks
+from tests.support.timeouts import HANG_S
 
 CHOICES = (False, True)
 
@@ -65,7 +65,7 @@ class Setup:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def awaited(self) -> list[bool]:
+    def still_gathering(self) -> list[bool]:
         return [type(param) is not Parameter for param in self.module.parameters()]
 
 
@@ -159,7 +159,8 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
 @pytest.mark.parametrize(
     "reader", ["state_dict", "deepcopy", "data", "arithmetic", "in a list", "by address", "to", "evaluation"]
 )
-def test_first_read_gets_the_new_param(reader: str) -> None:
+def test_first_read_after_a_step_has_new_weights(reader: str) -> None:
+    """With ``overlap_param_gather`` the first read of a parameter waits for its gather, whoever reads and how."""
     plain = net()
     for param, value in zip(plain.parameters(), expected_weights(), strict=True):
         param.data = value
@@ -167,13 +168,13 @@ def test_first_read_gets_the_new_param(reader: str) -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group)
-        assert all(setup.awaited()), "the step has returned before anything arrived"
+        assert all(setup.still_gathering()), "gathers were over when step() returned: nothing is tested"
         read = readers()[reader](setup.model, setup.module)
         assert read
         for name, value in read.items():
             assert torch.equal(value, expected[name.removeprefix("module.")]), name
         setup.model.finish_param_gather()
-        assert not any(setup.awaited())
+        assert not any(setup.still_gathering())
         setup.model.close()
         assert not any(module._forward_pre_hooks for module in setup.module.modules())
 
@@ -255,7 +256,7 @@ def test_layers_wait_for_their_own_bucket_only() -> None:
         assert len(setup.model.layout.buckets) >= 3
         with torch.no_grad():
             setup.module[0](torch.ones(1, 20))
-        assert setup.awaited() == [False, False, True, True, True, True]
+        assert setup.still_gathering() == [False, False, True, True, True, True]
         setup.model.close()
 
     run_ranks(2, run)
@@ -320,7 +321,7 @@ def test_ended_rank_is_named_at_param_read() -> None:
         try:
             setup.module[0].weight.sum()
         except CollectiveError:
-            assert not any(setup.awaited()), "it is said once"
+            assert not any(setup.still_gathering()), "it is said once"
             setup.model.close()
             raise
 

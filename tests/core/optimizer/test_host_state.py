@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megastrategy.core import devices
 from megastrategy.core.layout.memory import describe_setup, memory_use
 from tests.support.data_path import grads_of
-from tests.support.given import Ours, adam, assert_same_file, momentum, trained
+from tests.support.prescribed_grads import Ours, adam, assert_same_file, momentum, trained
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
 

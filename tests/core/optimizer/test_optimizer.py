@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CheckpointError, OptimizerNotShardableError
+from tests.support.kept_lists import Notes
 from tests.support.models import two_layers
-from tests.support.notes import Notes
 from tests.support.optimizers import Lamb
 from tests.support.ranks import run_ranks
 from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import DirectUseError, OptimizerNotShardableError
 from tests.support.gradients import batch
+from tests.support.kept_lists import Notes
 from tests.support.models import two_layers
-from tests.support.notes import Notes
 from tests.support.optimizers import NeedsClosure, stepped
 from tests.support.ranks import run_ranks
 

@@ -16,10 +16,10 @@ from megastrategy.core.collectives import BackendCollectives, Handle, SingleRank
 from megastrategy.core.collectives.instanced import InstanceCollectives
 from megastrategy.core.collectives.single_rank import Done
 from megastrategy.data import ResumableSampler
-from tests.support.directories import saving_among_threads
-from tests.support.given import Given, Ours, assert_same_file
 from tests.support.lazy_device import Event, LazyDevice, Stream
+from tests.support.prescribed_grads import Given, Ours, assert_same_file
 from tests.support.ranks import run_ranks
+from tests.support.thread_checkpoints import saving_among_threads
 
 
 class _OneDeviceOfTwo(LazyDevice):

@@ -448,7 +448,7 @@ def assert_threads_end(before: set[threading.Thread]) -> None:
 
 
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[3], ROWS[8], ROWS[9]], ids=str)
-def test_failed_step_is_tried_again(row: Row) -> None:
+def test_user_repeats_a_failed_step(row: Row) -> None:
     """A collective that all ranks failed to start, in backward or at its end, does not change the result of the step.
 
     The step is tried again from its first microbatch, without zeroing gradients, and has torch DDP's bits: nothing that

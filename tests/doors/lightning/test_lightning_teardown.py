@@ -43,7 +43,7 @@ from ..rank_processes import Ranks
         pytest.param(
             {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
             "32-true",
-            id="fallback",
+            id="without buffers",
         ),
     ],
 )
@@ -187,7 +187,9 @@ def fit_small_net(precision: Any, accumulate: int, **strategy_options: Any) -> F
     )
 
 
-def by_hand(dtype: torch.dtype, accumulate: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+def one_process_with_fp32_main_params(
+    dtype: torch.dtype, accumulate: int
+) -> tuple[dict[str, Tensor], list[list[float]]]:
     """The same training in one process: the two ranks' gradients, added up and averaged in fp32, step fp32 copies."""
     module = SmallNet().to(dtype)
     main = [nn.Parameter(param.detach().float()) for param in module.parameters()]
@@ -220,11 +222,11 @@ def by_hand(dtype: torch.dtype, accumulate: int) -> tuple[dict[str, Tensor], lis
         ("16-true", torch.float16, 3, True),
     ],
 )
-def test_16_bit_weights_equal_a_loop_by_hand(
+def test_16_bit_weights_equal_one_process(
     ranks: Ranks, precision: str, dtype: torch.dtype, accumulate: int, sharded: bool
 ) -> None:
-    """To the bit, microbatches accumulated in fp32 included; "ddp" does neither."""
-    weights, losses = by_hand(dtype, accumulate)
+    """To the bit to a loop of one process with fp32 main weights and fp32 sums of microbatches, which "ddp" has not."""
+    weights, losses = one_process_with_fp32_main_params(dtype, accumulate)
     results = ranks.run(fit_small_net, precision, accumulate, use_distributed_optimizer=sharded)
     for rank, result in enumerate(results):
         assert result.losses == losses[rank]

@@ -21,9 +21,9 @@ from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
 from megastrategy.tools.checkpoint_parts import read_file
 from tests.support.comparison import assert_equal, message
-from tests.support.given import Ours, adam, assert_same_file, trained
-from tests.support.patience import HANG_S
+from tests.support.prescribed_grads import Ours, adam, assert_same_file, trained
 from tests.support.ranks import run_ranks
+from tests.support.timeouts import HANG_S
 
 from ..fits import (
     BATCHES_PER_EPOCH,

@@ -98,6 +98,7 @@ FULL_MESH = "Gloo connectFullMesh failed with [...] Connection refused, remote=[
 
 
 def test_interfaces_are_named_with_their_address() -> None:
+    """Users choose GLOO_SOCKET_IFNAME from this list, in the note on gloo's error where hosts do not connect."""
     found = interfaces()
     assert "lo (127.0.0.1)" in found
     assert [text.partition(" ")[0] for text in found] == [name for _, name in socket.if_nameindex()]

@@ -31,7 +31,7 @@ def adamw(module: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.02, eps=1e-2)
 
 
-def expected(size: int, accumulate: int, **options: Any) -> dict[str, Tensor]:
+def weights_of_one_process(size: int, accumulate: int, **options: Any) -> dict[str, Tensor]:
     return train_on_all(size, [accumulate] * STEPS, adamw, **options)
 
 
@@ -108,14 +108,16 @@ def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **optio
         ("reduce-scatter", ACCUMULATE, True, None),
     ],
 )
-def test_trainer(ranks: Ranks, mode: str, accumulate: int, by_hand: bool, clip_norm: float | None) -> None:
+def test_trainer_averages_over_tokens(
+    ranks: Ranks, mode: str, accumulate: int, by_hand: bool, clip_norm: float | None
+) -> None:
     for weights in ranks.run(fit, MODES[mode], accumulate, by_hand=by_hand, gradient_clip_val=clip_norm):
-        assert_close(weights, expected(2, accumulate, clip_norm=clip_norm), 1e-6)
+        assert_close(weights, weights_of_one_process(2, accumulate, clip_norm=clip_norm), 1e-6)
 
 
-def test_trainer_on_one_rank(one_rank: Ranks) -> None:
+def test_trainer_averages_over_tokens_on_one_rank(one_rank: Ranks) -> None:
     [weights] = one_rank.run(fit, {}, ACCUMULATE)
-    assert_close(weights, expected(1, ACCUMULATE), 1e-6)
+    assert_close(weights, weights_of_one_process(1, ACCUMULATE), 1e-6)
 
 
 # --- Fabric ----------------------------------------------------------------------------------------------------------
@@ -140,9 +142,9 @@ def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None =
 
 
 @pytest.mark.parametrize(("mode", "accumulate"), [("reduce-scatter", ACCUMULATE), ("all-reduce", 1)])
-def test_fabric(ranks: Ranks, mode: str, accumulate: int) -> None:
+def test_fabric_averages_over_tokens(ranks: Ranks, mode: str, accumulate: int) -> None:
     for weights in ranks.run(fabric_loop, MODES[mode], accumulate, 0.05):
-        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+        assert_close(weights, weights_of_one_process(2, accumulate, clip_norm=0.05), 1e-6)
 
 
 def fabric_backward_of_the_loss(weighs: bool) -> tuple[str, dict[str, Tensor]]:
@@ -169,7 +171,7 @@ def fabric_backward_of_the_loss(weighs: bool) -> tuple[str, dict[str, Tensor]]:
 def test_fabric_with_backward_of_the_loss_itself(ranks: Ranks) -> None:
     for error, weights in ranks.run(fabric_backward_of_the_loss, True):
         assert not error
-        assert_close(weights, expected(2, 1), 1e-6)
+        assert_close(weights, weights_of_one_process(2, 1), 1e-6)
     for error, _ in ranks.run(fabric_backward_of_the_loss, False):
         assert "and then backward() of the loss itself" in error
 
@@ -215,14 +217,14 @@ def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool
 @pytest.mark.parametrize(("mode", "accumulate"), [("reduce-scatter", ACCUMULATE), ("all-reduce", 1)])
 def test_accelerate(worlds: Worlds, mode: str, accumulate: int) -> None:
     for weights in worlds.run(accelerate_loop, MODES[mode], accumulate):
-        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+        assert_close(weights, weights_of_one_process(2, accumulate, clip_norm=0.05), 1e-6)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
     """Models are not wrapped, and microbatches are ragged all the same."""
     [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
-    assert_close(weights, expected(1, ACCUMULATE, clip_norm=0.05), 1e-6)
+    assert_close(weights, weights_of_one_process(1, ACCUMULATE, clip_norm=0.05), 1e-6)
 
 
 # --- Transformers ----------------------------------------------------------------------------------------------------
