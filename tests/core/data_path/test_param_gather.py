@@ -172,7 +172,9 @@ def test_first_read_after_a_step_has_new_weights(reader: str) -> None:
         read = readers()[reader](setup.model, setup.module)
         assert read
         for name, value in read.items():
-            assert torch.equal(value, expected[name.removeprefix("module.")]), name
+            # Weights are equal to the bit. A forward may round in another way where they begin at another address.
+            is_equal = torch.allclose if name == "loss" else torch.equal
+            assert is_equal(value, expected[name.removeprefix("module.")]), name
         setup.model.finish_param_gather()
         assert not any(setup.still_gathering())
         setup.model.close()

