@@ -247,6 +247,6 @@ FEATURES = [
 BEYOND = [
     Beyond(
         "bf16-true still learns if updates are smaller than a weight's last bit: fp32 main params",
-        "lightning/test_lightning_teardown.py::test_16_bit_weights_equal_a_loop_by_hand",
+        "lightning/test_lightning_teardown.py::test_16_bit_weights_equal_one_process",
     ),
 ]
