@@ -35,13 +35,7 @@ KINDS: dict[str, Callable[[ProcessGroup], Collectives]] = {
     "recording": RecordingCollectives,
 }
 
-
-def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Other numbers on each rank, exact in every dtype."""
-    return ((torch.arange(numel) + 31 * rank) % 100).to(dtype)
-
-
-@pytest.mark.parametrize(
+each_kind = pytest.mark.parametrize(
     ("kind", "size", "dtype"),
     [
         ("rings", 1, torch.float32),
@@ -51,6 +45,14 @@ def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
         ("recording", 3, torch.complex64),
     ],
 )
+
+
+def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Other numbers on each rank, exact in every dtype."""
+    return ((torch.arange(numel) + 31 * rank) % 100).to(dtype)
+
+
+@each_kind
 def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = KINDS[kind](group)
@@ -71,16 +73,7 @@ def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
     run_ranks(size, run)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "dtype"),
-    [
-        ("rings", 1, torch.float32),
-        ("rings", 4, torch.float32),
-        ("rings", 5, torch.float32),
-        ("backend", 2, torch.bfloat16),
-        ("recording", 3, torch.complex64),
-    ],
-)
+@each_kind
 def test_all_to_all(kind: str, size: int, dtype: torch.dtype) -> None:
     """Every rank's part for each rank; many of them are empty."""
 

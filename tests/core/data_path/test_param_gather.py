@@ -160,7 +160,7 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
     "reader", ["state_dict", "deepcopy", "data", "arithmetic", "in a list", "by address", "to", "evaluation"]
 )
 def test_first_read_after_a_step_has_new_weights(reader: str) -> None:
-    """With ``overlap_param_gather`` the first read of a parameter waits for its gather, whoever reads and how."""
+    """With ``overlap_param_gather`` the first read of a parameter waits for its gather, by any kind of access."""
     plain = net()
     for param, value in zip(plain.parameters(), expected_weights(), strict=True):
         param.data = value

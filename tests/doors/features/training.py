@@ -127,7 +127,7 @@ def step_by_hand(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class KeepsItsOptimizer(AwkwardModule):
-    """Fails in batch 3 of the first fit if it is told to."""
+    """Raises in batch 3 of a fit if ``fails`` is set, and keeps its optimizer for the next fit."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
