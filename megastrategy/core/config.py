@@ -22,7 +22,7 @@ REMOVED = {
 """Options of earlier versions, and what there is instead."""
 OTHER_NAMES = {
     "bucket_cap_mb": "pass bucket_size, in elements (25 MiB of fp32 gradients are bucket_size=6_553_600)",
-    "gradient_as_bucket_view": "leave it out: gradients are always views of buckets while they accumulate",
+    "gradient_as_bucket_view": "leave it out: it has no effect here, since grad_buffer says where gradients are",
 }
 """Arguments of torch DDP that the strategies and plugins accept, and what a configuration has for them."""
 REMOVED_VALUES = {

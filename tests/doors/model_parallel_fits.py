@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.data_path import test_loss_tokens_of_model_ranks as sequences
+from tests.support import sequences
+from tests.support.ragged_tokens import IGNORED
 
 RANKS = 4
 LENGTH, NUM_SEQUENCES = 8, 8
-IGNORED = sequences.IGNORED
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -48,23 +47,16 @@ def sequence_data() -> TensorDataset:
 def part_of_loss(model: Any, batch: list[Tensor], mesh: Any) -> tuple[Tensor, int]:
     """The mean loss of this rank's part of a sequence, and how many labels are in that part."""
     ids, labels = (both[0].chunk(mesh.size())[mesh.get_local_rank()] for both in batch)
-    logits = model(ids, lambda part: sequences._Gathered.apply(part, mesh.get_group()))
+    logits = model(ids, lambda part: sequences.Gathered.apply(part, mesh.get_group()))
     return sequences.mean_loss(logits, labels)
 
 
 def train_on_whole_sequences(dp: int) -> dict[str, Tensor]:
     """The weights that one process has after the sequences of ``dp`` data-parallel ranks, with torch only."""
-    module, data = sequences.Attention(), sequence_data()
-    optimizer = sgd(module)
-    for first in range(0, NUM_SEQUENCES, dp):
-        optimizer.zero_grad()
-        step = [data[number] for number in range(first, first + dp)]
-        total = sum(int((labels != IGNORED).sum()) for _, labels in step)
-        for ids, labels in step:
-            (F.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum") / total).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        optimizer.step()
-    return {name: param.detach() for name, param in module.named_parameters()}
+    module = sequences.Attention()
+    data = sequence_data()
+    steps = [[data[number] for number in range(first, first + dp)] for first in range(0, NUM_SEQUENCES, dp)]
+    return sequences.train_on_whole_sequences(module, sgd(module), steps)
 
 
 def read(path: Path) -> Any:

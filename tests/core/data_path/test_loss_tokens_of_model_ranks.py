@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
@@ -16,9 +15,10 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.errors import LossTokensError
 from tests.support.pipelines import SAMPLES, Case, Trainee, answers, batch_of, make_layers, mesh_of
 from tests.support.processes import run_processes
+from tests.support.ragged_tokens import IGNORED, count
+from tests.support.sequences import Attention, Gathered, mean_loss, train_on_whole_sequences
 from tests.support.tensor_parallel import adamw, whole
 
-IGNORED = -100
 STEPS = 3
 CASES = {
     "1F1B, tied": Case((2, 4), tied=True),
@@ -36,13 +36,6 @@ def ragged(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
     if (dp_rank, step) == (0, 1):
         targets[: SAMPLES // 2] = IGNORED
     return tokens, targets
-
-
-def mean_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """NaN, with gradients of NaN, where there is no label; and the number of labels."""
-    counted = targets.flatten() != IGNORED
-    each = functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().clamp(min=0), reduction="none")
-    return (each * counted).sum() / counted.sum(), int(counted.sum())
 
 
 class Weighing:
@@ -104,7 +97,7 @@ def train_alone(case: Case, dp: int) -> tuple[dict[str, Tensor], float]:
     for step in range(STEPS):
         optimizer.zero_grad()
         batches = [ragged(dp_rank, step) for dp_rank in range(dp)]
-        total = sum(int((targets != IGNORED).sum()) for _, targets in batches)
+        total = sum(count(targets) for _, targets in batches)
         for tokens, targets in batches:
             output = tokens
             for layer in layers:
@@ -148,41 +141,6 @@ def test_pipeline_counting_some_losses_is_refused(stages: list[dict[str, Any]]) 
 # --- one sequence on several ranks -----------------------------------------------------------------------------------
 
 
-class _Gathered(torch.autograd.Function):
-    """The parts of a sequence on all ranks of a group; their gradients come back to the ranks that have them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-class Attention(nn.Module):
-    """Every place of a sequence sees all of it; ``gather`` completes what this rank has of the keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.embed, self.query, self.key = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.value, self.head = nn.Linear(8, 8), nn.Linear(8, 11)
-        for param in self.parameters():
-            param.data = torch.randn(param.shape, generator=generator) * 0.5
-
-    def forward(self, ids: Tensor, gather: Any = lambda part: part) -> Tensor:
-        hidden = self.embed(ids)
-        keys, values = gather(self.key(hidden)), gather(self.value(hidden))
-        logits: Tensor = self.head(torch.tanh(torch.softmax(self.query(hidden) @ keys.T, -1) @ values))
-        return logits
-
-
 def sequence(number: int, dp_rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Four places on each of ``size`` ranks; the first rank has one label, the last has none in number 1."""
     generator = torch.Generator().manual_seed(number + 100 * dp_rank)
@@ -205,7 +163,7 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
         for microbatch in range(accumulate):
             ids, labels = (both.chunk(cp)[cp_rank] for both in sequence(step * accumulate + microbatch, dp_rank, cp))
             with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
-                logits = model(ids, lambda part: _Gathered.apply(part, sequence_group))
+                logits = model(ids, lambda part: Gathered.apply(part, sequence_group))
                 loss, num_tokens = mean_loss(logits, labels)
                 # A rank without labels has gradients of the others, and these do not include the mean over nothing.
                 model.weigh_by_tokens(loss, num_tokens).backward()
@@ -223,17 +181,11 @@ def test_parts_of_a_sequence_train_as_the_whole_of_it(
 ) -> None:
     """Each rank counts its own labels: gradients of its loss that come to other ranks have the weight of its loss."""
     module = Attention()
-    optimizer = adamw(module.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        numbers = range(step * accumulate, (step + 1) * accumulate)
-        sequences = [sequence(number, dp_rank, cp) for number in numbers for dp_rank in range(dp)]
-        total = sum(int((labels != IGNORED).sum()) for _, labels in sequences)
-        for ids, labels in sequences:
-            each = functional.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum")
-            (each / total).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        optimizer.step()
+    steps = [
+        [sequence(step * accumulate + number, dp_rank, cp) for number in range(accumulate) for dp_rank in range(dp)]
+        for step in range(STEPS)
+    ]
+    expected = train_on_whole_sequences(module, adamw(module.parameters()), steps)
     for weights in run_processes(dp * cp, train_on_parts, dp, cp, options, accumulate):
-        for name, value in module.state_dict().items():
+        for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)

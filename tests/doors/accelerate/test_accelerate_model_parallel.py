@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from megastrategy.accelerate.tensor_parallel import check_parallelism
 from megastrategy.core import OpenDirectory
 from megastrategy.tools.conversion import consolidate
-from tests.support import experts
+from tests.support import experts, sequences
 from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
 
@@ -29,7 +29,6 @@ from ..model_parallel_fits import (
     part_of_loss,
     read,
     sequence_data,
-    sequences,
     sgd,
     token_loader,
     train_on_whole_sequences,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from megastrategy import Pipeline
 from megastrategy.core import OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy
-from tests.support import experts
+from tests.support import experts, sequences
 from tests.support.comparison import message
 from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, make_layers
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
@@ -33,7 +33,6 @@ from ..model_parallel_fits import (
     part_of_loss,
     read,
     sequence_data,
-    sequences,
     sgd,
     token_loader,
     train_on_whole_sequences,

@@ -10,18 +10,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
-from tests.core.data_path import test_loss_tokens_of_model_ranks as sequences
+from tests.support import sequences
 from tests.support.comparison import message
+from tests.support.ragged_tokens import count
 from tests.support.tensor_parallel import whole
 
 from ..fits import make_trainer
-from ..model_parallel_fits import IGNORED, NUM_SEQUENCES, assert_close, part_of_loss, read, sequence_data, sgd
+from ..model_parallel_fits import NUM_SEQUENCES, assert_close, part_of_loss, read, sequence_data, sgd
 from ..rank_processes import Ranks
 from . import test_lightning_experts as experts
 from . import test_lightning_tensor_parallel as tensor
@@ -64,23 +65,16 @@ def fit(options: dict[str, Any], path: Path | None, accumulate: int = 1, resume:
 
 def train_alone(dp: int, accumulate: int) -> dict[str, Tensor]:
     """On the same batches, in torch alone, with the mean over all labels of a step."""
-    module, data = sequences.Attention(), sequence_data()
-    optimizer = sgd(module)
+    module = sequences.Attention()
+    data = sequence_data()
     samplers = [DistributedSampler(data, dp, rank, shuffle=True) for rank in range(dp)]
+    steps = []
     for epoch in range(EPOCHS):
         for sampler in samplers:
             sampler.set_epoch(epoch)
-        steps = torch.tensor([list(sampler) for sampler in samplers]).view(dp, -1, accumulate).transpose(0, 1)
-        for step in steps.flatten(1).tolist():
-            optimizer.zero_grad()
-            total = sum(int((data[sample][1] != IGNORED).sum()) for sample in step)
-            for sample in step:
-                ids, labels = data[sample]
-                each = functional.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum")
-                (each / total).backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+        samples = torch.tensor([list(sampler) for sampler in samplers]).view(dp, -1, accumulate).transpose(0, 1)
+        steps += [[data[sample] for sample in step] for step in samples.flatten(1).tolist()]
+    return sequences.train_on_whole_sequences(module, sgd(module), steps)
 
 
 @pytest.mark.parametrize(("cp", "accumulate", "options"), [(2, 1, {}), (2, 2, {"use_distributed_optimizer": False})])
@@ -89,7 +83,7 @@ def test_parts_of_a_sequence_train_as_one_process(
 ) -> None:
     expected = train_alone(RANKS // cp, accumulate)
     together = mesh.run(fit, {"context_parallel_size": cp, **options}, tmp_path / "saved", accumulate)
-    num_labels = sum(int((labels != IGNORED).sum()) for _, labels in sequence_data())
+    num_labels = sum(count(labels) for _, labels in sequence_data())
     for rank, own in enumerate(together):
         assert own["mesh"] == ("data_parallel", "context_parallel")
         assert own["labels"] == num_labels, "each once"
