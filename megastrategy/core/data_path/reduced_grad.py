@@ -143,14 +143,14 @@ class ReducedGrad(Tensor):
         option = self.represented.all_reduce_option
         if "norm" in what or "clamp" in what:
             way_out = (
-                "Clip with Lightning's gradient_clip_val or self.clip_gradients, fabric.clip_gradients, "
-                "accelerator.clip_grad_norm_, or clip_grad_norm_ of the DistributedOptimizer"
+                "Clip with gradient_clip_val, self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_ "
+                "or optimizer.clip_grad_norm_"
             )
         else:
             way_out = "Step the optimizer that was prepared with this wrapper; scale with megastrategy.GradScaler"
         return ReducedGradError(
             f"{what} needs the gradient of {name!r}, which was reduce-scattered.\n"
-            "This rank has a shard of it, and .grad is a stand-in without elements.\n"
+            "This rank has a shard of it, and .grad has no elements.\n"
             f"{way_out}; read with full_grad(param) on all ranks; or pass {option}"
         )
 

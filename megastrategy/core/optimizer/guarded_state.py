@@ -91,8 +91,8 @@ def _check(key: Any, optimizer: ShardedOptimizer) -> None:
         return
     raise DirectUseError(
         f"the state of parameter {optimizer.engine.layout.params[index].name!r} was looked up: it belongs to a shard, "
-        "or to a main param, which is stepped in its place.\n"
-        "On all ranks, state_dict() of the prepared optimizer has full state, and load_state_dict() loads it; "
-        "optimizer.state.values() has this rank's shards. Leave out flatten_optimizer_state_dict=True of torch's "
-        f"StateDictOptions, which looks it up. Or pass {optimizer.engine.all_reduce_option}"
+        "or to a main param.\n"
+        "On all ranks, state_dict() of the prepared optimizer has full state; optimizer.state.values() has this rank's "
+        "shards. Leave out flatten_optimizer_state_dict=True of torch's StateDictOptions. Or pass "
+        f"{optimizer.engine.all_reduce_option}"
     )
