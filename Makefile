@@ -37,8 +37,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 $(STAMP): $(DEMO_STAMP)
 	@echo 'installing what tests and benchmarks need into $(VENV)'
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # the first with --group
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group test --group bench
-	@rm -rf megastrategy.egg-info
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group bench
 	@touch $@
 
 DEMO_STEPS := 150
