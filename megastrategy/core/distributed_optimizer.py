@@ -75,6 +75,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             - "flat": each rank steps a piece of every parameter, as one dimension; right for an element-wise update.
             - "whole": each parameter is stepped by one rank, in its shape; right for an update that looks at no other
               parameter.
+            - "replicated": every rank steps all of them, with all of their state, as under torch DDP; right for an
+              update that looks at other parameters of replicated groups.
 
     Raises:
         ValueError: if ``sharding`` is another word, the model is not wrapped or has none of the optimizer's parameters,

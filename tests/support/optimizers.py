@@ -64,6 +64,24 @@ class GloballyNormalised(torch.optim.Optimizer):
                 param.sub_(param.grad / norm, alpha=self.scale * group["lr"])
 
 
+class NormalisedGroups(Simple):
+    """With momentum, divided by the norm of all gradients of a group that says so: no rank can step a part of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            if group["by_norm"] and grads:
+                group["norm"] = sum(grad.square().sum() for grad in grads).sqrt().item()  # one by one
+        super().step()
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["momentum"] = state.get("momentum", 0) * 0.9 + grad / group.get("norm", 1.0)
+        param.sub_(state["momentum"], alpha=group["lr"])
+
+
 class DistanceInGroup(Simple):
     """Steps as Prodigy and D-Adaptation: moves by 1e-6 at first; an estimate of the distance to go, from all
     parameters, grows in the group."""

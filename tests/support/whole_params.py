@@ -29,12 +29,23 @@ def muon_and_adamw_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizers.MatricesAndRest([{"params": matrices, "by_row": True}, {"params": rest}])
 
 
+def replicated_and_flat_groups(params: list[nn.Parameter], lr: float = 0.02) -> torch.optim.Optimizer:
+    """In another order than the model's, on which the last bit of a sum depends."""
+    replicated = [*params[2:], params[0]]
+    groups = [
+        {"params": replicated, "by_norm": True, "sharding": "replicated"},
+        {"params": params[1:2], "sharding": "flat"},
+    ]
+    return optimizers.NormalisedGroups(groups, lr=lr, by_norm=False)
+
+
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: torch.optim.Muon(by_dimensions(params)[0], lr=0.02),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
     "lamb": lambda params: optimizers.LambWithMoments(params, lr=0.02),
     "shampoo": lambda params: optimizers.Shampoo(params, lr=0.02),
     "muon_and_adamw": muon_and_adamw_groups,
+    "replicated_and_flat": replicated_and_flat_groups,
     "counts_calls": lambda params: optimizers.CountsCalls(params, lr=0.02),
 }
 

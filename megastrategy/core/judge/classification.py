@@ -21,11 +21,12 @@ from .isolation import isolated
 from .poison import PoisonTest, make_inputs
 from .values import NotClassifiedError, kind, leaves, same
 
-Sharding: TypeAlias = Literal["auto", "flat", "whole"]
+Sharding: TypeAlias = Literal["auto", "flat", "whole", "replicated"]
 """How the ranks step a group, as the user says it; "auto" leaves the answer to the poison test."""
 
-Way: TypeAlias = Literal["flat", "whole", "refused"]
-_WAYS: tuple[Way, ...] = get_args(Way)
+Way: TypeAlias = Literal["flat", "whole", "replicated", "refused"]
+_TESTED_WAYS: tuple[Way, ...] = ("flat", "whole", "refused")
+"""By the number of reasons against the ways before it."""
 
 SHARDING = "sharding"
 """The entry of a parameter group that says it."""
@@ -51,8 +52,9 @@ class GroupClass:
     """How one parameter group can be divided.
 
     Attributes:
-        way: "flat": ranks step pieces, cut at any element; "whole": each parameter is stepped by its owner; "refused":
-            neither would be equal to a step of all parameters.
+        way: "flat": ranks step pieces, cut at any element; "whole": each parameter is stepped by its owner;
+            "replicated": every rank steps all of them, which only the user can say; "refused": neither of the first
+            two would be equal to a step of all parameters.
         reason: why it is not flat, or neither.
         element_names: the names of state with a number for each element; None if they are not known.
         changed_options: the names of options that its steps change.
@@ -93,10 +95,11 @@ def classify(
     classes: dict[int, GroupClass] = {}
     for number, group in enumerate(optimizer.param_groups):
         names = _remembered_names(optimizer, group)
-        if (shardings[number] == "auto" and names is not None) or shardings[number] == "flat":
+        chosen = shardings[number]
+        if chosen == "flat" or (chosen == "auto" and names is not None):
             classes[number] = GroupClass("flat", element_names=names)
-        elif shardings[number] == "whole":
-            classes[number] = GroupClass("whole", element_names=None)
+        elif chosen != "auto":
+            classes[number] = GroupClass(chosen, element_names=None)
     unknown = [number for number in shardings if number not in classes]
     if unknown:
         try:
@@ -134,7 +137,7 @@ def _test(
     classes = {}
     for first, place in places.items():
         reasons = test.reasons[first]
-        way = _WAYS[min(len(reasons), 2)]
+        way = _TESTED_WAYS[min(len(reasons), 2)]
         before = optimizer.param_groups[first]
         after = test.base.optimizer.param_groups[place]
         names = [name for name in after if name not in ("params", "lr", SHARDING)]

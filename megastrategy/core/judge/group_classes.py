@@ -45,8 +45,13 @@ class GroupClasses:
 
     @property
     def whole_groups(self) -> set[int]:
-        """The numbers of groups whose parameters are stepped whole, each by its owner."""
-        return {number for number, one in enumerate(self._classes) if one.way == "whole"}
+        """The numbers of groups whose parameters are stepped whole, each by its owner or by every rank."""
+        return {number for number, one in enumerate(self._classes) if one.way in ("whole", "replicated")}
+
+    @property
+    def replicated_groups(self) -> set[int]:
+        """The numbers of groups whose parameters every rank steps."""
+        return {number for number, one in enumerate(self._classes) if one.way == "replicated"}
 
     @property
     def element_names(self) -> frozenset[str] | None:

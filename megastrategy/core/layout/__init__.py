@@ -16,12 +16,13 @@ from .layout import (
     Spans,
 )
 from .memory import describe_setup, memory_use
-from .owners import Owners
+from .owners import EVERY_RANK, Owners
 from .recurrent_weights import ChunkPlace, find_weight_chunks
 from .strides import contiguous_stride, dense_stride
 
 __all__ = [
     "CHUNKS_HEADING",
+    "EVERY_RANK",
     "NUM_RECEIVE_BUFFERS",
     "NUM_STAGING_BUFFERS",
     "SIXTEEN_BIT_DTYPES",

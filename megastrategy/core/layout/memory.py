@@ -11,7 +11,7 @@ import torch
 from ..devices import pinned_bytes
 from .blocks import block_numel, neighbours
 from .layout import BufferLayout
-from .owners import Owners
+from .owners import EVERY_RANK, Owners
 
 _HOST = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def _stepped(
         for _, parts in neighbours(layout, bucket, dp_rank, groups, rank_of, max_numel, set(groups.values())):
             yield _Stepped(parts[0].param, parts[-1].end - parts[0].start, dtype)
         for index in bucket.params:
-            if rank_of.get(index) == bucket.domain.shard_of(dp_rank):
+            if rank_of.get(index) in (EVERY_RANK, bucket.domain.shard_of(dp_rank)):
                 yield _Stepped(index, layout.params[index].numel, None)
 
 
@@ -212,11 +212,17 @@ def _describe_owners(owners: Owners) -> list[str]:
     params = owners.layout.params
     loads = owners.owned_numels()
     mean = sum(loads) / len(loads)
-    largest = params[max(owners.rank_of, key=lambda index: params[index].numel)]
-    lines = [
-        f"  {len(owners.rank_of):,} parameter(s), {sum(loads):,} elements, are stepped whole, each by one rank that "
+    owned = [index for index, rank in owners.rank_of.items() if rank != EVERY_RANK]
+    lines = []
+    if num_replicated := len(owners.rank_of) - len(owned):
+        lines.append(f"  {num_replicated:,} parameter(s) are stepped by every rank, which has all of their state")
+    if not owned:
+        return lines
+    largest = params[max(owned, key=lambda index: params[index].numel)]
+    lines.append(
+        f"  {len(owned):,} parameter(s), {sum(loads):,} elements, are stepped whole, each by one rank that "
         f"owns it; the fullest rank has {max(loads) / max(mean, 1) - 1:+.0%}"
-    ]
+    )
     if largest.numel > 1.1 * mean:
         lines.append(
             f"  {largest.name!r} alone has {largest.numel:,} of them: a parameter group with an element-wise optimizer "

@@ -3,8 +3,9 @@
 An optimizer that computes with rows, norms or matrices (Muon, Shampoo, Adafactor, LAMB) cannot step a flat shard. Its
 parameters stay in the flat buckets, whose gradients are reduced as all others are, and each gets an *owner*. Before
 the step the ranks send their parts of its reduced gradient to the owner, and after the step the gather sends the
-owner's weights to all ranks. Owners are a pure function of the layout and of the owners chosen before, so every rank
-computes them by itself.
+owner's weights to all ranks. If every rank steps a parameter, all get its gradient, and each sends its shard of the new
+weights, as if the parameter were flat. Owners are a pure function of the layout and of the owners chosen before, so
+every rank computes them by itself.
 
 [Note: how owners are chosen]
 An owner stores the state of its parameters and spends the time of their steps. Buckets are gathered one after
@@ -24,17 +25,21 @@ from collections.abc import Collection, Mapping
 
 from .layout import Bucket, BufferLayout, Part, Spans
 
+EVERY_RANK = -1
+"""In place of an owner: every rank steps the parameter."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
     """The owners of the layout's whole parameters; ``rank_of``: by parameter, its owner among the
-    ranks of an instance."""
+    ranks of an instance, or :data:`EVERY_RANK`."""
 
     layout: BufferLayout
     rank_of: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        assert all(0 <= rank < self.layout.num_shards for rank in self.rank_of.values()), "an owner is a rank"
+        ranks = range(EVERY_RANK, self.layout.num_shards)
+        assert all(rank in ranks for rank in self.rank_of.values()), "an owner is a rank"
         assert all(0 <= param < len(self.layout.params) for param in self.rank_of), "it owns a parameter"
 
     def extended_by(self, params: Collection[int]) -> Owners:
@@ -57,15 +62,16 @@ class Owners:
         return Owners(layout, rank_of)
 
     def owned_numels(self) -> list[int]:
-        """Returns the number of elements that each rank owns."""
+        """Returns the number of elements that each rank owns alone."""
         loads = [0] * self.layout.num_shards
         for param, rank in self.rank_of.items():
-            loads[rank] += self.layout.params[param].numel
+            if rank != EVERY_RANK:
+                loads[rank] += self.layout.params[param].numel
         return loads
 
     def stepped_spans(self, bucket: Bucket, params: Collection[int]) -> Spans:
         """Returns, by rank, the parts of the bucket (offsets from its start) whose weights it steps, of
-        ``params``: the parameters that it owns, and its shard of the others. Adjacent ones are one part, with
+        ``params``: the parameters that it owns alone, and its shard of the others. Adjacent ones are one part, with
         the padding between them."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(bucket.domain.num_shards)]
         last = -1  # the rank of the part that was appended last; -1 if a parameter is between
@@ -74,9 +80,9 @@ class Owners:
                 last = -1
                 continue
             slot = self.layout.slots[param]
-            owner = self.rank_of.get(param)
-            whole = [(owner, Part(param, slot.start, slot.end))] if owner is not None and slot.start < slot.end else []
-            for rank, part in self.layout.holders(param) if owner is None else whole:
+            owner = self.rank_of.get(param, EVERY_RANK)
+            whole = [(owner, Part(param, slot.start, slot.end))] if slot.start < slot.end else []
+            for rank, part in self.layout.holders(param) if owner == EVERY_RANK else whole:
                 start = part.start - bucket.start
                 end = part.end - bucket.start
                 if last == rank:

@@ -219,7 +219,7 @@ def _wanted_state(
         if index in members
     }
     for run in optimizer.runs if wanted(_EMPTY) else ():
-        if optimizer.inner.state.get(run.main) == {}:
+        if optimizer.inner.state.get(run.main) == {} and optimizer.is_saved_here(run):
             for member in run.members:
                 if member.param in members:
                     local[member.param][_EMPTY] = None

@@ -65,5 +65,5 @@ def not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str)
     return OptimizerNotShardableError(
         f"{type(optimizer).__name__} cannot be sharded: {reason}. Pass {engine.all_reduce_option}: every rank then "
         "steps whole parameters, as under torch DDP. If you know better, say how a group is divided with an entry "
-        "sharding='flat' or sharding='whole'"
+        "sharding='flat', 'whole' or 'replicated' (each rank steps all of it)"
     )

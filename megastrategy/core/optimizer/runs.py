@@ -5,8 +5,8 @@ model of thousands of parameters. The padding between two parameters is stepped 
 zero there. A parameter without a gradient in a step that its neighbours take leaves its run for good: its state, such
 as a step counter, has a different history from then on.
 
-A parameter that needs a whole step (Muon) is a run of its own on its owner, in the parameter's shape. So is a 16-bit
-parameter that is not sharded, on every rank.
+A parameter that needs a whole step (Muon) is a run of its own on its owner, or on every rank, in the parameter's shape.
+So is a 16-bit parameter that is not sharded, on every rank.
 
 [Note: main params]
 A run of 16-bit weights has an fp32 main param: the optimizer steps that, and the weights get its rounding. Before a
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .. import devices
 from ..data_path import Bucket, Memory
-from ..layout import BufferLayout, Part, block_numel, neighbours
+from ..layout import EVERY_RANK, BufferLayout, Part, block_numel, neighbours
 
 Values = dict[str, Any]
 """The state of one tensor, by name."""
@@ -133,7 +133,7 @@ def make_runs(
 
     Args:
         groups: by parameter, the number of its group; others have no run.
-        owners: by parameter that is stepped whole, its owner.
+        owners: by parameter that is stepped whole, its owner, or that every rank steps it.
         joined: the groups in which neighbours may be one tensor, and a parameter two.
     """
     weights = memory.weights
@@ -152,7 +152,7 @@ def make_runs(
             grad = bucket.shard[start - first : end - first]
             runs.append(Run(plan.index, group, members, flat_weights[start:end], None, grad))
         for param in plan.params:
-            if owners.get(param) == plan.domain.shard_of(rank) and param in groups:
+            if owners.get(param) in (EVERY_RANK, plan.domain.shard_of(rank)) and param in groups:
                 spec = layout.params[param]
                 slot = layout.slots[param]
                 main = flat_weights[slot.start : slot.end].as_strided(spec.shape, spec.stride)

@@ -23,7 +23,7 @@ from ..data_path import Bucket, Engine
 from ..errors import CollectiveError, DirectUseError, LayoutMismatchError, OptimizerNotShardableError
 from ..events import EventKind
 from ..judge import GroupClasses, NotClassifiedError
-from ..layout import BufferLayout, Owners, Spans
+from ..layout import EVERY_RANK, BufferLayout, Owners, Spans
 from ..states import LocalState, redistribute
 from . import full_state, state
 from .extra_params import ExtraParams
@@ -144,14 +144,15 @@ class ShardedOptimizer:
         return {i: (number, group, None if group in joined else i) for i, group in self._group_of.items()}
 
     def owners(self) -> dict[int, int]:
-        """Returns the rank that steps each whole parameter; before there is a plan, as it would be without another
-        order."""
+        """Returns the rank that steps each whole parameter, or :data:`EVERY_RANK`; before there is a plan, as it would
+        be without another order."""
         self._update_groups()
-        whole = {index for index, group in self._group_of.items() if group in self._whole_groups}
-        if not self.is_sharded:
+        if not self.is_sharded or self._classes is None:
             return {}
-        new = sorted(whole - self._owners.keys())
-        return dict(Owners(self.engine.layout, self._owners).extended_by(new).rank_of)
+        whole = {index for index, group in self._group_of.items() if group in self._whole_groups}
+        replicated = {i for i in whole if self._group_of[i] in self._classes.replicated_groups}
+        owners = {**self._owners, **dict.fromkeys(replicated, EVERY_RANK)}
+        return dict(Owners(self.engine.layout, owners).extended_by(sorted(whole - owners.keys())).rank_of)
 
     def step_options(self) -> list[float]:
         """Returns the numbers with which the optimizer steps and which schedules change, in the order of its groups."""
@@ -300,7 +301,10 @@ class ShardedOptimizer:
         self._runs_of = {bucket.plan.index: [] for bucket in self._buckets}
         for run in self.runs:
             self._runs_of[run.bucket].append(run)
-        self._stepped = [[run.main for run in runs if run.group == n] for n in range(len(self.inner.param_groups))]
+        # In the order of the groups, not of the buckets: an update that looks at several tensors may add them up.
+        places = {index: place for place, index in enumerate(self._group_of)}
+        in_order = sorted(self.runs, key=lambda run: places[run.members[0].param])
+        self._stepped = [[run.main for run in in_order if run.group == n] for n in range(len(self.inner.param_groups))]
         self._main_params = main_params_of(self.runs)
         self._casts = [run for run in runs if run.copies_grad]
         self._offloads = any(run.host_grad is not None for run in runs)
@@ -641,8 +645,10 @@ class ShardedOptimizer:
                 for rank, part in layout.holders(param):
                     held[rank].append((part.start, part.end))
                 slot = layout.slots[param]
+                owner = self._owners[param]
                 if slot.start < slot.end:
-                    wanted[self._owners[param]].append((slot.start, slot.end))
+                    for of_rank in wanted if owner == EVERY_RANK else [wanted[owner]]:
+                        of_rank.append((slot.start, slot.end))
             values = redistribute(self._read_grad(number), held, wanted, ranks, buffer.sum_dtype, memory.device)
             runs = {run.start: run for run in self.runs if run.is_whole and self._buffer_of(run) == number}
             for (start, _), value in zip(wanted[ranks.rank], values, strict=True):
@@ -665,6 +671,13 @@ class ShardedOptimizer:
             raise AssertionError("a held range is in one shard")
 
         return read
+
+    def is_saved_here(self, run: Run) -> bool:
+        """Whether this rank saves the state of a run: of one that every rank has, the first."""
+        if self._owners.get(run.members[0].param) != EVERY_RANK:
+            return True
+        domain = self.engine.layout.buckets[run.bucket].domain
+        return domain.shard_of(self.engine.collectives.rank) == 0
 
     def group_of(self, index: int) -> dict[str, Any]:
         """Returns the group of a parameter of the layout."""

@@ -42,7 +42,7 @@ def local_state(
     """Returns this rank's state, as views.
 
     Args:
-        is_saved: whether state of whole parameters is returned as the class saves it.
+        is_saved: whether state of whole parameters is returned as the class saves it, and by one rank only.
         names: of element-wise state; those of flat groups by default.
     """
     if not optimizer.has_made_runs:
@@ -51,6 +51,8 @@ def local_state(
     names = optimizer.element_names if names is None else names
     local: LocalState = {}
     for run in optimizer.runs:
+        if is_saved and not optimizer.is_saved_here(run):
+            continue
         values = values_of(optimizer, run, is_saved=is_saved)
         for member in run.members:
             of_param = local.setdefault(member.param, {})

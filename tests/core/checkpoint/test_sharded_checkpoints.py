@@ -19,7 +19,7 @@ from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, 
 from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.models import images
 from tests.support.processes import run_processes
-from tests.support.sharded_training import Training, adamw, assert_same, lamb
+from tests.support.sharded_training import Training, adamw, assert_same, lamb, replicated_and_flat
 
 from .test_checkpoint_memory import AllocationWatch
 
@@ -55,7 +55,10 @@ def test_directories_resume_on_any_number_of_ranks(tmp_path: Path, writer_sharde
     run_processes(3, write_and_read, tmp_path, dtype, writer_sharded)
 
 
-@pytest.mark.parametrize(("writer_sharded", "dtype", "make"), [(True, torch.float32, lamb)])
+@pytest.mark.parametrize(
+    ("writer_sharded", "dtype", "make"),
+    [(True, torch.float32, lamb), (True, torch.bfloat16, replicated_and_flat)],
+)
 def test_whole_param_state_resumes_on_any_ranks(
     tmp_path: Path, writer_sharded: bool, dtype: torch.dtype, make: Any
 ) -> None:

@@ -313,7 +313,7 @@ def test_an_unknown_word_is_refused(size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = wrap(module, group)
-        said = "sharding must be one of 'auto', 'flat', 'whole', got 'none'"
+        said = "sharding must be one of 'auto', 'flat', 'whole', 'replicated', got 'none'"
         for optimizer, argument in (
             (Locked(module.parameters()), "none"),
             (Locked(groups_of(module, {"sharding": "none"}, {})), "auto"),

@@ -18,6 +18,7 @@ from megastrategy.core.layout.build import build_layout
 from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.memory import memory_use
 from megastrategy.core.layout.owners import Owners
+from megastrategy.core.optimizer.state import local_state
 from tests.support import optimizers
 from tests.support.data_path import main_params_of, owners_of, state_bytes_of
 from tests.support.doubles import RecordingCollectives
@@ -34,6 +35,9 @@ from tests.support.whole_params import KINDS, SOME, WholeRun, assert_same, batch
         ("lamb", "contiguous", 1, False),
         ("muon_and_adamw", "contiguous", 1, False),
         ("counts_calls", "contiguous", 1, False),
+        ("replicated_and_flat", "contiguous", 1, False),
+        ("replicated_and_flat", "contiguous", 2, True),
+        ("replicated_and_flat", "pooled", 2, False),
     ],
 )
 def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: str, grad_buffer: Any, accumulate: int, gather: Any) -> None:
@@ -188,7 +192,12 @@ def test_step_sends_parts_to_owners_once(size: int, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options", "accumulate"),
-    [("muon", {}, 1), ("counts_calls", {}, 1), ("lamb", {"grad_buffer": "pooled"}, 1)],
+    [
+        ("muon", {}, 1),
+        ("counts_calls", {}, 1),
+        ("lamb", {"grad_buffer": "pooled"}, 1),
+        ("replicated_and_flat", {}, 2),
+    ],
     ids=str,
 )
 def test_bf16_whole_params_step_as_with_all_reduce(kind: str, options: dict[str, Any], accumulate: int) -> None:
@@ -211,7 +220,7 @@ def test_bf16_whole_params_step_as_with_all_reduce(kind: str, options: dict[str,
             assert same(sharded[2], whole[2])
 
 
-@pytest.mark.parametrize("kind", ["muon"])
+@pytest.mark.parametrize("kind", ["muon", "replicated_and_flat"])
 def test_instances_have_owners_each(kind: str) -> None:
     """Two instances of two ranks: as one of four, except for the order of sums."""
     run = WholeRun(kind=kind, steps=5)
@@ -219,7 +228,7 @@ def test_instances_have_owners_each(kind: str) -> None:
     assert_close(train_with_ours(run, 4, config), train_with_ddp(run, 4), 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["muon", "lamb"])
+@pytest.mark.parametrize("kind", ["muon", "lamb", "replicated_and_flat"])
 def test_clipping(kind: str) -> None:
     run = WholeRun(kind=kind, clip_norm=0.05)
     config = DistributedDataParallelConfig(bucket_size=SOME)
@@ -335,6 +344,7 @@ def test_flat_group_needing_whole_params_is_refused() -> None:
         ("muon", 1, {}, {}),
         ("muon_and_adamw", 1, {}, {}),
         ("adafactor", 3, {"accumulate": 3}, {"grad_buffer": "pooled"}),
+        ("replicated_and_flat", 3, {}, {}),
     ],
     ids=str,
 )
@@ -346,3 +356,20 @@ def test_equal_to_torch_ddp_in_fp64(kind: str, size: int, run: dict[str, Any], o
     assert_close(ours, reference, 1e-10)
     for mine, theirs in zip(ours, reference, strict=True):
         torch.testing.assert_close(mine.norms, theirs.norms, rtol=1e-12, atol=0)
+
+
+def test_every_rank_has_the_state_of_replicated_params() -> None:
+    """The first saves it."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[set[int], int]:
+        module, model = model_on(group, torch.bfloat16)
+        optimizer = DistributedOptimizer(KINDS["replicated_and_flat"](list(module.parameters())), model)
+        train(model, optimizer, rank, range(2))
+        rank_of = owners_of(model).rank_of
+        use = memory_use(model.layout, rank, dict.fromkeys(range(4), 1), rank_of)
+        assert use.state_bytes == state_bytes_of(optimizer), "main params and momentum"
+        return local_state(optimizer._impl, is_saved=True).keys() & rank_of.keys(), use.state_bytes
+
+    by_rank = run_ranks(3, run)
+    assert [len(saved) for saved, _ in by_rank] == [3, 0, 0]
+    assert min(num_bytes for _, num_bytes in by_rank) >= 8 * (33 * 10 + 7 * 33 + 7)

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.support.optimizers import MatricesAndRest, Shampoo
 from tests.support.optimizers_with_methods import ScheduleFree
+from tests.support.whole_params import replicated_and_flat_groups
 
 from ..fabric_loops import CLIP_NORM, CLIP_VALUE, EPOCHS, Loop, set_up, set_up_apart, sgd, train
 from ..fits import AwkwardModule, Fit, fit, weights_of
@@ -107,6 +108,11 @@ def shampoo(params: Any) -> torch.optim.Optimizer:
     return Shampoo([param for param in params if param.requires_grad], lr=0.02)
 
 
+def replicated_and_flat(params: Any) -> torch.optim.Optimizer:
+    """One group is normalised by all of its gradients: every rank steps it."""
+    return replicated_and_flat_groups([param for param in params if param.requires_grad])
+
+
 def fit_and_resume(name: str, strategy_options: dict[str, Any], make: Any, **trainer_options: Any) -> list[Any]:
     """Two epochs, saved; then a third from the file, by a new Trainer."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,9 +137,11 @@ def loop_with(name: str, strategy_options: dict[str, Any], make: Any) -> list[An
 RESUMED: dict[str, Callable[..., Any]] = {
     "matrices by one recipe, the rest by another, saved and resumed": whole_or_not,
     "Shampoo, whose state is lists, saved and resumed": shampoo,
+    'a group with `sharding="replicated"`, saved and resumed': replicated_and_flat,
 }
 LOOPS: dict[str, Callable[..., Any]] = {
     "matrices by one recipe, the rest by another, in a loop with Fabric": whole_or_not,
+    'a group with `sharding="replicated"`, in a loop with Fabric': replicated_and_flat,
 }
 FEATURES = [
     Feature("Fabric", "`setup(model, optimizer)` and a loop", train),
@@ -174,7 +182,7 @@ FEATURES = [
     ),
     Feature("Optimizers with modes", "Schedule-Free's `train()` and `eval()` in a loop with Fabric", loop_with_modes),
     *(
-        Feature("Whole parameters", about, functools.partial(fit_and_resume, make=make), often=make is whole_or_not)
+        Feature("Whole parameters", about, functools.partial(fit_and_resume, make=make), often=make is not shampoo)
         for about, make in RESUMED.items()
     ),
     *(Feature("Whole parameters", about, functools.partial(loop_with, make=make)) for about, make in LOOPS.items()),
