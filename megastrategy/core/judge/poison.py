@@ -13,7 +13,8 @@ What no step of the twelve and no size among the shapes wakes is not seen: a nor
 above some thousand elements.
 
 [Note: tensors and gradients of the poison test]
-- Two tensors of a shape, which an update may batch, and another one; of the numbers of dimensions that the group has.
+- Two tensors of a shape, which an update may batch, and another one; of the numbers of dimensions that the group has,
+  and vectors beside scalars, which are stepped as one.
 - Large ones where a group has such: states in blocks begin at 4,096 elements or where both sides have 128, and some
   only where 256 divides the size.
 - Small and zero weights, which show small steps. Pieces end at a multiple of 64, so that elements keep their place in
@@ -54,6 +55,8 @@ def make_inputs(number: int, shapes: Sequence[tuple[int, ...]], device: torch.de
     }
     if max(largest.values(), default=0) < LARGE <= sum(map(math.prod, shapes)):
         largest[max(largest)] = LARGE  # neighbours are stepped as one tensor
+    if 0 in largest:
+        largest.setdefault(1, 0)  # so are scalars: their norm is then another one, and their state has that shape
     generator = torch.Generator().manual_seed(number)
     inputs: dict[Place, Tensor] = {}
     for dim, numel in (largest or {1: 0, 2: 0}).items():

@@ -238,6 +238,14 @@ def test_groups_are_classified_one_by_one() -> None:
     assert classes[1].num_kept == {2: 1}
 
 
+def test_scalars_are_tested_as_the_tensor_that_joins_them() -> None:
+    """A norm of one scalar is the scalar itself, and one of their run is not; state of shape () may be a counter."""
+    assert found(optimizers.LambWithMoments(params((), ()))).way == "whole"
+    flat = found(AdamByAnotherName(params(())))
+    assert flat.way == "flat"
+    assert flat.element_names == {"exp_avg", "exp_avg_sq"}
+
+
 def test_names_of_elementwise_state_are_found() -> None:
     one = found(ScheduleFree(params()))
     assert one.element_names == {"z", "square"}
