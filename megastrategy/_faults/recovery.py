@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..core import CollectiveError
+from ..core import CollectiveError, num_collectives
 from . import processes
 
 PATIENCE = timedelta(seconds=20)
@@ -232,7 +232,10 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
         # a rank that began one collective more than this one leaves a half-done one behind. The next of the default
         # group would be matched with that, so ranks hang or read each other's bytes
         if here != there:
-            return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
+            return (
+                f"rank {rank} left it after {here} collectives of the default group (with gloo sends and receives are "
+                f"counted, too), and rank {other} after {there}"
+            )
     return ""
 
 
@@ -246,10 +249,10 @@ def store_of(what: str) -> PrefixStore:
 
 
 def _point() -> str:
-    """Returns the number of collectives that this rank has started in the default group; backends match them by it."""
+    """Returns the number of collectives that this rank has started in the default group."""
     world = torch.distributed.group.WORLD
     assert world is not None
-    return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
+    return f"{num_collectives(world)}"
 
 
 class StoreAllGather:

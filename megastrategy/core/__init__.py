@@ -19,6 +19,7 @@ from .collectives import (
     check_all_agree,
     host_collectives,
     make_collectives,
+    num_collectives,
     private_group,
     subgroup,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "named_params",
     "names_elsewhere",
     "norms_over_owners",
+    "num_collectives",
     "number_params",
     "private_group",
     "refuses_unknown_options",

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ of 512 takes seconds."""
 
 PROBE_TAG = 2**31 - 1
 """The tag of a message that no rank receives. Exchanges of the rings count from 0, and never reach it."""
+_NUM_PROBES: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""Messages that this module has sent in a group that it did not make."""
 
 
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
@@ -83,6 +86,15 @@ def world_group() -> ProcessGroup:
     if world is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
     return world
+
+
+def num_collectives(group: ProcessGroup) -> int:
+    """Returns the number of collectives that this rank has started in a group; backends match them by it.
+
+    Gloo's number counts messages between two ranks, too. Those of :func:`_while_all_live` are not included: a rank
+    sends them only if connecting lasts, and others may not.
+    """
+    return int(group._get_sequence_number_for_group()) - _NUM_PROBES.get(group, 0)  # type: ignore[attr-defined]
 
 
 def host_group(group: ProcessGroup, device: torch.device | None = None) -> ProcessGroup:
@@ -380,6 +392,7 @@ def _while_all_live(
             try:
                 # Gloo refuses to begin a message on a connection that the other end has closed.
                 probes.append(group.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG))
+                _NUM_PROBES[group] = _NUM_PROBES.get(group, 0) + 1
             except RuntimeError as error:
                 raise CollectiveError(
                     f"rank {group.rank()} of {group.size()}: connecting a new group did not complete, since the "

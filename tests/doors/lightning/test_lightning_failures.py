@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
 from megastrategy._faults.failure_watch import FailureWatch
+from megastrategy._faults.process_collectives import give_up_engine_collectives
+from megastrategy.core.collectives import process_groups
 from megastrategy.core.errors import CollectiveError
 from tests.support.scripts import run_script
 
@@ -296,6 +299,52 @@ def fit_after_raising_ahead() -> None:
     with pytest.raises(OnPurposeError):
         make_trainer(make_strategy("megatron_ddp"), callbacks=[RaisesAhead()]).fit(AwkwardModule(), loader())
     fit("megatron_ddp")
+
+
+@contextlib.contextmanager
+def slow_connections() -> Iterator[None]:
+    """Rank 0 connects a group once it has asked whether rank 1 still runs, and rank 1, which does not ask, after it."""
+    world = process_groups.world_group()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    connect = process_groups._gloo_over
+
+    def connect_late(*arguments: Any) -> torch.distributed.ProcessGroup:
+        asked = f"rank 0 has asked, {arguments[3]}"
+        if world.rank() == 0:
+            before = sequence_number()
+            while sequence_number() == before:
+                time.sleep(0.01)
+            store.set(asked, "")
+        else:
+            store.clone().wait([asked])  # type: ignore[attr-defined]  # missing in torch's stubs
+        return connect(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "_CHECK_PEERS_S", 0.05 if world.rank() == 0 else 60.0)
+        patch.setattr(process_groups, "_gloo_over", connect_late)
+        yield
+
+
+def sequence_number() -> int:
+    """Gloo's count of the default group's collectives and messages on this rank."""
+    return process_groups.world_group()._get_sequence_number_for_group()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_next_fit_works_though_a_group_connected_slowly(ranks: Ranks) -> None:
+    """The rank that waited longer has sent messages to the other's process. Gloo counts them with the collectives."""
+    first, second = ranks.run(fit_after_slow_connections)
+    assert first > second
+
+
+def fit_after_slow_connections() -> int:
+    fit("megatron_ddp")  # which makes the default group, if no test before has
+    give_up_engine_collectives()  # so that the next makes new groups
+    before = sequence_number()
+    with slow_connections(), pytest.raises(OnPurposeError):
+        fit_raising("forward", None, True)
+    counted = sequence_number() - before
+    fit("megatron_ddp")
+    return counted
 
 
 def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
