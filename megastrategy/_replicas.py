@@ -262,7 +262,7 @@ class Replicas:
                     yield batch
                     if self.dropped:
                         self.restore()
-                        queue = list(window)
+                        queue = [] if self.should_stop else list(window)
                     else:
                         self.batch += len(window) if self.healed else 1
                 if self.should_stop:
@@ -378,13 +378,14 @@ class Replicas:
         committed = self._vote()
         if committed and self._manager.errored() is None:
             self._set_buffers(buffers)
-        self.dropped = not committed
         if committed:
             self._has_started = True
             if self._is_over or not self._ends:
                 self.step = self._manager.current_step() - self._is_over  # the last vote of one that ends is no step
             self.should_stop = self._is_over or bool(self._store.check(["stop"]))
             self._has_left = self._is_over
+        elif not self._has_started:
+            self._is_together = False  # the others may have left meanwhile, and it has no state of theirs
         return committed and not self._is_over
 
     # --- sums --------------------------------------------------------------------------------------------------------
@@ -474,12 +475,14 @@ class Replicas:
         self._received = None
         self._is_open = False
         self.healed = committed and received is not None
+        # If another replica has made the last step, a batch that began after it has no effect.
+        self.dropped = not committed or (self._is_over and not self._ends)
         if received is not None and committed:
             assert self._model is not None, "attached"
             self._model.load_rank_state_dict(received["model"])
-            self._load_loop(self._states, received["loop"])
+            self._loop = received["loop"]
+            self.restore()
             self._load_loop(self._large_states, received["large"])
-            self.epoch, self.batch = received["loop"]["place"]
         if not committed:  # see [Note: a batch that fails]
             self._manager.load_state_dict(self._before)
             self._group.abort()
@@ -503,6 +506,7 @@ class Replicas:
             put(states[name])
 
     def restore(self) -> None:
+        """Puts the registered states and the place back to those before a batch that was dropped."""
         self.epoch, self.batch = self._loop["place"]
         self._load_loop(self._states, copy.deepcopy(self._loop))
 

@@ -115,7 +115,8 @@ class TrainerReplicas:
     def _take(self, state: dict[str, Any]) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
-        num_since = progress.current.ready - self._ready_at_begin  # microbatches, which the others have made, too
+        # Microbatches, which the others have made, too.
+        num_since = 0 if self._replicas.dropped else progress.current.ready - self._ready_at_begin
         loop._batches_that_stepped = state["stepped"]
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
@@ -170,7 +171,8 @@ class TrainerReplicas:
         if self._trainer is None:
             return result
         is_repeatable = self._trainer.lightning_module.automatic_optimization
-        while self._replicas.dropped and is_repeatable and self._trainer.accumulate_grad_batches == 1:
+        is_repeatable = is_repeatable and self._trainer.accumulate_grad_batches == 1
+        while self._replicas.dropped and is_repeatable and not self._replicas.should_stop:
             result = call()
         if self._replicas.should_stop:
             self._trainer.should_stop = True
@@ -180,8 +182,15 @@ class TrainerReplicas:
 
     def finish(self) -> None:
         """Ends a fit with the others."""
-        if self._trainer is not None:
-            self._replicas.finish()
+        if self._trainer is None:
+            return
+        self._replicas.finish()
+        if self._replicas.dropped:  # the last batch, which Lightning has counted
+            epoch = self._trainer.fit_loop.epoch_progress
+            ended = epoch.state_dict()
+            self._replicas.restore()
+            if not self._replicas.healed:
+                epoch.load_state_dict(ended)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the others, which go on."""

@@ -66,7 +66,8 @@ class AcceleratorReplicas:
 
         def put(counters: tuple[int, int]) -> None:
             # Of one that comes back the batches of its first step count as those of the others' step.
-            num_batches = accelerator.step - self._step_before if self.replicas.healed else 0
+            is_counted = self.replicas.healed and not self.replicas.dropped
+            num_batches = accelerator.step - self._step_before if is_counted else 0
             accelerator.step = counters[0] + num_batches
             configuration.iteration = counters[1]
 

@@ -15,7 +15,7 @@ from torch import nn
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
 from megastrategy.errors import CollectiveError, NonFiniteGradError
 from tests.support.processes import run_processes
-from tests.support.replicas import SKEW_S, assert_equal, lighthouse, run_in_replicas
+from tests.support.replicas import SKEW_S, assert_equal, lighthouse, run_in_replicas, wait_until_asked
 
 STEPS, FAILING = 6, 3
 LIGHTHOUSE = """
@@ -115,6 +115,35 @@ def test_fewer_than_the_minimum_make_no_step() -> None:
     (first,), (second,) = run_in_replicas(leave_with_a_minimum, 1)
     assert first == [(0, 1)] * STEPS
     assert set(second) == {(0, 1)}
+
+
+def fail_in_the_last_batch(address: str) -> str:
+    """Replica 1 leaves, comes back when the other has made all steps, and refuses its gradient in that batch."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    slot = dist.get_rank()
+    training = Training(address, slot, groups)
+    while training.replicas.step < FAILING:
+        training.step()
+    dist.barrier()
+    if slot == 0:
+        training.step()
+        dist.barrier()
+        wait_until_asked(address)
+        training.replicas.finish()
+        return ""
+    training.replicas.close()
+    dist.barrier()
+    training = Training(address, slot, groups, patience_s=5.0)
+    with pytest.raises(NonFiniteGradError):
+        training.step(float("nan"))
+    with pytest.raises(CollectiveError) as error:
+        training.step()
+    return str(error.value)
+
+
+def test_replica_without_state_does_not_go_on_alone() -> None:
+    message = run_in_replicas(fail_in_the_last_batch, 1)[1][0]
+    assert message.startswith("replica 1: 2 replicas are needed, and after 5 s these are there: [1]")
 
 
 def wait_in_vain(address: str) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
 from tests.support import experts, tensor_parallel
-from tests.support.replicas import OF, PATIENCE_S, SKEW_S, assert_equal, play, run_in_replicas
+from tests.support.replicas import ALONE, OF, PATIENCE_S, SKEW_S, assert_equal, play, run_in_replicas
 
 TENSOR_CASE = tensor_parallel.Case(vocab=509)
 EXPERT_CASE = experts.Case(ep=2)
@@ -74,7 +74,11 @@ def leave_and_come_back(kind: str, num_dp: int, address: str) -> Any:
     ranks = 2 * num_dp
     slot = dist.get_rank() // ranks
     groups = [dist.new_group(list(range(s * ranks, (s + 1) * ranks))) for s in range(OF)]
-    return play(slot, lambda is_first: Training(kind, address, slot, groups[slot], mesh, is_first=is_first))
+
+    def make(is_first: bool) -> Training:
+        return Training(kind, address, slot, groups[slot], mesh, is_first=is_first)
+
+    return play(slot, make, ALONE, address)
 
 
 @pytest.mark.parametrize(("kind", "num_dp"), [("tensor", 2), ("experts", 1)])

@@ -9,8 +9,10 @@ import torch
 from tests.support.replicas import (
     ALONE,
     END,
+    TOGETHER,
     Case,
     assert_equal,
+    end_one_after_the_other,
     leave_and_come_back,
     momentum,
     muon,
@@ -49,7 +51,7 @@ TOLERANCES = {"muon": 2e-3, "wire": 2e-2, "bf16": 5e-2, "fp32-accumulation": 5e-
 @pytest.mark.parametrize("name", CASES)
 def test_returning_replica_continues_to_the_bit(name: str) -> None:
     case = CASES[name]
-    first, second = run_in_replicas(leave_and_come_back, case.ranks, case)
+    first, second = run_in_replicas(leave_and_come_back, case.ranks, case, ALONE)
     for mine, other in zip(first, second, strict=True):
         assert (mine["steps"], other["steps"]) == (END, END)
         assert mine["healed in"] < 0
@@ -60,3 +62,23 @@ def test_returning_replica_continues_to_the_bit(name: str) -> None:
     tolerance = TOLERANCES.get(name, 2e-5)
     for key, expected in train_plainly(case, second[0]["healed in"]).items():
         torch.testing.assert_close(first[0]["weights"][key], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["one-rank", "scaler"])
+def test_return_after_the_last_step_drops_its_batch(name: str) -> None:
+    """Replica 0 has no batch more when the other one comes back, and waits for it in ``finish``."""
+    case = CASES[name]
+    first, second = run_in_replicas(leave_and_come_back, case.ranks, case, END)
+    for mine, other in zip(first, second, strict=True):
+        assert other.pop("healed in") == END - 1
+        assert mine.pop("healed in") < 0
+        assert_equal(mine, other)
+
+
+def test_replica_with_more_batches_ends_with_the_other() -> None:
+    case = CASES["scaler"]
+    first, second = run_in_replicas(end_one_after_the_other, case.ranks, case)
+    for mine, other in zip(first, second, strict=True):
+        assert mine["steps"] == TOGETHER
+        del mine["buffers"], other["buffers"]  # the forward of the dropped batch has changed them
+        assert_equal(mine, other)

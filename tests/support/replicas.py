@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +24,25 @@ from megastrategy import (
 from megastrategy._replicas import start_lighthouse
 
 from .processes import run_processes
+from .timeouts import HANG_S
 
 HEARTBEAT_S, SKEW_S, PATIENCE_S = 1.0, 60.0, 240.0
 OF = 2
 TOGETHER, ALONE, END = 3, 6, 9
 """The steps after which replica 1 leaves, replica 0 waits for it, and both end."""
+
+
+def wait_until_asked(address: str) -> None:
+    """Waits until one replica has asked for a quorum: the next one that asks has it in its quorum.
+
+    A heartbeat is not enough. Members of the last quorum that have all asked wait for no replica that has not.
+    """
+    deadline = time.monotonic() + HANG_S / 2
+    status = ""
+    while "[1/1 participants healthy]" not in status:
+        assert time.monotonic() < deadline, status
+        with urllib.request.urlopen(f"{address}/status") as page:
+            status = page.read().decode()
 
 
 @contextlib.contextmanager
@@ -158,15 +174,29 @@ class Training:
         }
 
 
-def leave_and_come_back(case: Case, address: str) -> dict[str, Any]:
-    """A process's job: replica 1 leaves after ``TOGETHER`` steps, and comes back when replica 0 has made ``ALONE``."""
+def leave_and_come_back(case: Case, alone: int, address: str) -> dict[str, Any]:
+    """A process's job: replica 1 leaves after ``TOGETHER`` steps, and comes back when replica 0 has made ``alone``."""
     slot = dist.get_rank() // case.ranks
     groups = [dist.new_group(list(range(s * case.ranks, (s + 1) * case.ranks))) for s in range(OF)]
-    result: dict[str, Any] = play(slot, lambda is_first: Training(case, address, groups[slot], slot, int(not is_first)))
+
+    def make(is_first: bool) -> Training:
+        return Training(case, address, groups[slot], slot, int(not is_first))
+
+    result: dict[str, Any] = play(slot, make, alone, address)
     return result
 
 
-def play(slot: int, make: Callable[[bool], Any]) -> Any:
+def end_one_after_the_other(case: Case, address: str) -> dict[str, Any]:
+    """A process's job: replica 0 ends after ``TOGETHER`` steps, and replica 1 would make more."""
+    slot = dist.get_rank() // case.ranks
+    groups = [dist.new_group(list(range(s * case.ranks, (s + 1) * case.ranks))) for s in range(OF)]
+    training = Training(case, address, groups[slot], slot, 0)
+    training.run(END if slot else TOGETHER)
+    training.replicas.finish()
+    return training.outcome()
+
+
+def play(slot: int, make: Callable[[bool], Any], alone: int, address: str) -> Any:
     """Trains so, and returns the outcome; ``make``: starts this rank, for the first time or again."""
     training = make(True)
     training.run(TOGETHER)
@@ -175,11 +205,12 @@ def play(slot: int, make: Callable[[bool], Any]) -> Any:
         training.replicas.close()
         training.model.close()
     else:
-        training.run(ALONE)
+        training.run(alone)
     dist.barrier()
     if slot == 1:
         training = make(False)
-    dist.barrier()  # replica 1 sends heartbeats, and its first quorum is waited for
+    else:
+        wait_until_asked(address)
     training.run(END)
     training.replicas.finish()
     return training.outcome()
