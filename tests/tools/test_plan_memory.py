@@ -332,6 +332,34 @@ def test_gradients_may_be_larger_than_memory(tmp_path: Path) -> None:
     assert memory.state_bytes == pytest.approx(2 * memory.grad_bytes / 64, rel=1e-4)
 
 
+ONE_ROW = """
+import resource, torch, torch.distributed as dist, megastrategy as m
+dist.init_process_group("gloo")
+with torch.device("meta"):
+    module = torch.nn.Sequential(torch.nn.Embedding(2**17, 512), torch.nn.Linear(512, 2**17, bias=False))
+model = m.DistributedDataParallel(module.to_empty(device="cpu"))
+optimizer = m.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+tokens = torch.zeros(1, dtype=torch.long)
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model(tokens).mean().backward()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    open("kib", "w").write(str(after - before))
+    optimizer.step()
+"""
+
+
+def test_gradients_of_a_small_batch_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are outer products and rows of zeros: 512 MiB, made of two tensors of at most half a mebibyte."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "script.py"
+    path.write_text(ONE_ROW)
+    [step] = measure_script(str(path), [], [64], is_module=False)
+    assert not step.computes
+    assert rank_memory(step).grad_bytes == 2 * 2**17 * 512 * 4
+    assert int((tmp_path / "kib").read_text()) < 128 * 1024
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -10,6 +10,7 @@ them. An operation whose shapes depend on values (``nonzero``) is carried out on
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 import weakref
@@ -132,8 +133,9 @@ class LiveBytes(TorchDispatchMode):
         if self._fake is None or func.is_view:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        # What has no tensor to read makes one, of any size; what has small ones alone makes a small one, or nearly.
-        if tensors and not any(map(self._is_large, tensors)):
+        reads_large = any(map(self._is_large, tensors))
+        # What has no tensor to read makes one, of any size.
+        if tensors and not reads_large and not _may_grow(func, args):
             return func(*args, **kwargs)
         devices = {tensor.device.type for tensor in tensors}
         if not devices <= {"cpu", "meta"}:
@@ -144,10 +146,10 @@ class LiveBytes(TorchDispatchMode):
         try:
             shapes, is_alias = self._shapes(func, args, kwargs)
         except Exception:  # noqa: BLE001 - FakeTensorMode has an error for each way in which values are needed
-            self.num_computed += bool(tensors)
+            self.num_computed += reads_large
             return func(*args, **kwargs)
         results = tree_leaves(shapes)
-        is_small = not tensors and not any(map(self._is_large, results))
+        is_small = not reads_large and not any(map(self._is_large, results))
         # Meta tensors need no memory, but to_empty() makes tensors from them that do.
         stays_on_meta = "meta" in devices and not any(_is_on_cpu(result) for result in results)
         if is_small or is_alias or stays_on_meta:
@@ -198,6 +200,22 @@ class LiveBytes(TorchDispatchMode):
         return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(
             flat, shape.storage_offset(), shape.shape, shape.stride()
         )
+
+
+def _may_grow(func: Any, args: Sequence[Any]) -> bool:
+    """Whether small tensors can make a large one: the gradient of a weight by a batch of one row is an outer product,
+    and that of an embedding has as many rows as an argument says."""
+    if func._schema.is_mutable or torch.Tag.pointwise in func.tags:
+        return False
+    most_bytes = 8
+    for argument in args:
+        if isinstance(argument, Tensor):
+            most_bytes *= max(1, argument.numel())
+        elif isinstance(argument, int):
+            most_bytes *= max(1, argument)
+        elif isinstance(argument, list) and all(isinstance(size, int) for size in argument):
+            most_bytes *= max(1, *argument, math.prod(argument))
+    return most_bytes >= LARGE_BYTES
 
 
 def local_tensor(tensor: Any) -> Any:
