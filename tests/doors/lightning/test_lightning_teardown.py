@@ -35,6 +35,17 @@ from ..fits import (
 from ..rank_processes import Ranks
 
 
+def test_launcher_shows_its_own_error() -> None:
+    """The main process of a launcher tears a strategy down whose module no Trainer has there."""
+
+    class NotPicklable(AwkwardModule):
+        pass
+
+    trainer = make_trainer(make_strategy("megatron_ddp", start_method="spawn"), devices=2)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="NotPicklable"):
+        trainer.fit(NotPicklable(), loader())
+
+
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
