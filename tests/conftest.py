@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .support import chosen_collectives, odd_offsets, shared_fork_server
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
+from .support.timeouts import REPORT_S, stacks_written_after
 
 FOLDER = Path(__file__).parent
 
@@ -67,6 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
     choice = chosen_collectives.Choice.of(config)
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with stacks_written_after(REPORT_S):
+        yield
 
 
 def pytest_collection() -> None:
