@@ -90,7 +90,9 @@ import torch
 import torch.distributed as dist
 from megastrategy.core import private_group
 from megastrategy.core.collectives import GlooCollectives
+from megastrategy.core.collectives.worker import Worker
 
+Worker.CLOSE_TIMEOUT_S = 600.0  # a loaded machine may give idle threads no time for longer than the 5 s of users
 cpu = torch.device("cpu")
 sys.setswitchinterval(100)  # who waits for the GIL gets it when another thread has nothing to do
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
