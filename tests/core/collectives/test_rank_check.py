@@ -83,7 +83,7 @@ def call_on_one_rank(caller: int) -> list[float]:
 def test_call_on_one_rank_says_where_others_are(caller: int, size: int) -> None:
     """On the CPU as on a GPU, and training goes on."""
     seconds = run_processes(size, call_on_one_rank, caller)[caller]
-    assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
+    assert max(seconds) < 30, "not the patience of a minute, nor the group's timeout"
 
 
 def call_before_the_step() -> bool:
@@ -94,7 +94,7 @@ def call_before_the_step() -> bool:
     if dist.get_rank() == 0:
         with pytest.raises(NotOnAllRanksError, match=r"rank 1 is elsewhere, waiting in [a-z-]+"):
             training.optimizer.state_dict()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30, "not the patience of a minute"
     training.optimizer.step()
     return training.finish()
 
@@ -149,7 +149,7 @@ def meet_on_rank_zero() -> bool:
     if dist.get_rank() == 0:
         with pytest.raises(NotOnAllRanksError, match=r"but rank 1 is elsewhere, waiting in [a-z-]+"):
             training.model.engine.collectives.require_all_ranks("saving")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30, "not the patience of a minute"
     return training.finish()
 
 

@@ -451,7 +451,7 @@ def test_main_process_cannot_save_shards(
     assert why in message
     assert "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`" in message
     assert "`use_distributed_optimizer: false`" in message
-    assert seconds < 5
+    assert seconds < 30, "not the patience of a minute"
 
 
 def die_meanwhile(folder: Path) -> None:
