@@ -385,7 +385,7 @@ class Replicas:
             self.should_stop = self._is_over or bool(self._store.check(["stop"]))
             self._has_left = self._is_over
         elif not self._has_started:
-            self._is_together = False  # the others may have left meanwhile, and it has no state of theirs
+            self._is_together = False  # the others may have left meanwhile, and their state was not received
         return committed and not self._is_over
 
     # --- sums --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.constants import default_pg_timeout
@@ -29,6 +29,9 @@ from .._faults.process_collectives import (
 from .._faults.recovery import StoreAllGather, report_failure
 from ..core import CollectiveError, Collectives, DistributedOptimizer, Engine
 from .meshes import ModelMesh
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _log = logging.getLogger("megastrategy")
 _CALLS = {
@@ -122,10 +125,16 @@ class CheckedCollectives:
         return None if gather is None else gather.all_gather(value, self._strategy._timeout or default_pg_timeout)
 
     @property
+    def trainer(self) -> pl.Trainer | None:
+        """The Trainer of the strategy's module; None outside of a run, and in a launcher's main process."""
+        module = self._strategy.lightning_module
+        return None if module is None else module._trainer
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether the Trainer deals with an exception, or has."""
-        module = self._strategy.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
+        trainer = self.trainer
+        return trainer is not None and trainer.interrupted
 
     def after_exception(self) -> StoreAllGather | None:
         """Returns the exchange of all ranks after an exception; None where there was none, or no other rank.

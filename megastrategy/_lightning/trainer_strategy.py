@@ -296,12 +296,11 @@ class TrainerStrategy(_Base):
         self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
-        module = self.lightning_module
-        # A launcher's main process has no Trainer for the module: its ranks are other processes.
-        if module is not None and module._trainer is not None and not self._checked.is_interrupted:
-            function = module.trainer.state.fn  # None in a strategy that is torn down outside of a run
+        trainer = self._checked.trainer
+        if trainer is not None and not trainer.interrupted:
+            function = trainer.state.fn  # None in a strategy that is torn down outside of a run
             what = "run" if function is None else function.value
-            end_run(f"its {what} after {module.trainer.global_step} steps")
+            end_run(f"its {what} after {trainer.global_step} steps")
         plugin = self.precision_plugin
         # a plugin may be shared with the next Trainer, under "ddp" perhaps
         remove_engine_clipping(plugin, self._engine_precision)

@@ -36,6 +36,10 @@ class Simple(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class AdamByAnotherName(torch.optim.AdamW):
+    """No class of torch's own, so that it is tested."""
+
+
 def stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The parameters that have a gradient."""
     return (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)

@@ -15,7 +15,6 @@ from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import Collectives, OpenDirectory, host_collectives, to_host
 from tests.support.models import AwkwardModel, awkward_model, images
 from tests.support.optimizers import LambWithMoments, MatricesAndRest, Shampoo
-from tests.support.whole_params import replicated_and_flat_groups
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -39,11 +38,6 @@ def matrices_and_rest(params: Any) -> torch.optim.Optimizer:
     every = list(params)
     matrices = [param for param in every if param.dim() > 1]
     return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in every if p.dim() < 2]}])
-
-
-def replicated_and_flat(params: Any) -> torch.optim.Optimizer:
-    """Steps some parameters on every rank, one group as shards."""
-    return replicated_and_flat_groups(list(params))
 
 
 class Training:

@@ -34,7 +34,8 @@ def stacks_written_after(seconds: float) -> Iterator[None]:
 def write_stacks() -> None:
     """Writes them to stderr with py-spy: native frames too, since a rank that hangs mostly waits inside gloo.
 
-    The kernel has to allow it: for root, or with ``kernel.yama.ptrace_scope=0``.
+    The kernel has to allow it: for root, or with ``kernel.yama.ptrace_scope=0``. Where it does not, ranks still write
+    Python's stacks themselves, with faulthandler.
     """
     py_spy = str(Path(sys.executable).with_name("py-spy"))
     this = psutil.Process()

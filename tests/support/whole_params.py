@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ def muon_and_adamw_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizers.MatricesAndRest([{"params": matrices, "by_row": True}, {"params": rest}])
 
 
-def replicated_and_flat_groups(params: list[nn.Parameter], lr: float = 0.02) -> torch.optim.Optimizer:
-    """In another order than the model's, on which the last bit of a sum depends."""
-    replicated = [*params[2:], params[0]]
+def replicated_and_flat_groups(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Every rank steps one group, in another order than the model's, on which the last bit of a sum depends."""
+    first, flat, *others = params
     groups = [
-        {"params": replicated, "by_norm": True, "sharding": "replicated"},
-        {"params": params[1:2], "sharding": "flat"},
+        {"params": [*others, first], "by_norm": True, "sharding": "replicated"},
+        {"params": [flat], "sharding": "flat"},
     ]
-    return optimizers.NormalisedGroups(groups, lr=lr, by_norm=False)
+    return optimizers.NormalisedGroups(groups, lr=0.02, by_norm=False)
 
 
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -50,13 +50,12 @@ Reasons = dict[int, list[str]]
 
 def make_inputs(number: int, shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> Inputs:
     """Returns weights and gradients for a group with parameters of these shapes, the same at each call."""
-    largest = {
-        dim: max(math.prod(shape) for shape in shapes if len(shape) == dim) for dim in sorted(set(map(len, shapes)))
-    }
+    dims = set(map(len, shapes))
+    if 0 in dims:
+        dims.add(1)  # scalars are stepped as one vector: its norm is not theirs, and its state is not of shape ()
+    largest = {dim: max((math.prod(shape) for shape in shapes if len(shape) == dim), default=0) for dim in sorted(dims)}
     if max(largest.values(), default=0) < LARGE <= sum(map(math.prod, shapes)):
         largest[max(largest)] = LARGE  # neighbours are stepped as one tensor
-    if 0 in largest:
-        largest.setdefault(1, 0)  # so are scalars: their norm is then another one, and their state has that shape
     generator = torch.Generator().manual_seed(number)
     inputs: dict[Place, Tensor] = {}
     for dim, numel in (largest or {1: 0, 2: 0}).items():

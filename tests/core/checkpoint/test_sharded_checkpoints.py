@@ -19,7 +19,8 @@ from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, 
 from megastrategy.core.states.flat_shard import FlatShard
 from tests.support.models import images
 from tests.support.processes import run_processes
-from tests.support.sharded_training import Training, adamw, assert_same, lamb, replicated_and_flat
+from tests.support.sharded_training import Training, adamw, assert_same, lamb
+from tests.support.whole_params import replicated_and_flat_groups
 
 from .test_checkpoint_memory import AllocationWatch
 
@@ -57,7 +58,7 @@ def test_directories_resume_on_any_number_of_ranks(tmp_path: Path, writer_sharde
 
 @pytest.mark.parametrize(
     ("writer_sharded", "dtype", "make"),
-    [(True, torch.float32, lamb), (True, torch.bfloat16, replicated_and_flat)],
+    [(True, torch.float32, lamb), (True, torch.bfloat16, replicated_and_flat_groups)],
 )
 def test_whole_param_state_resumes_on_any_ranks(
     tmp_path: Path, writer_sharded: bool, dtype: torch.dtype, make: Any

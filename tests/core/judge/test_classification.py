@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megastrategy.core.judge.classification import GroupClass, classify
 from tests.support import optimizers
-from tests.support.optimizers import Simple, stepped
+from tests.support.optimizers import AdamByAnotherName, Simple, stepped
 from tests.support.optimizers_with_methods import ScheduleFree
 from tests.support.prepared_optimizers import CountsOnState, SumsItsState
 
@@ -33,10 +33,6 @@ class SignSGD(Simple):
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         param.sub_(grad.sign(), alpha=group["lr"])
-
-
-class AdamByAnotherName(torch.optim.AdamW):
-    """No class of torch's own, so that it is tested."""
 
 
 class Noisy(Simple):

@@ -278,11 +278,7 @@ class Scalars(nn.Module):
         return x * self.scales[0] + x.square() * self.scales[1] + self.scales[2]
 
 
-class NotRemembered(torch.optim.AdamW):
-    """No class of torch's own, so that it is tested."""
-
-
-@pytest.mark.parametrize("kind", [optimizers.LambWithMoments, NotRemembered])
+@pytest.mark.parametrize("kind", [optimizers.LambWithMoments, optimizers.AdamByAnotherName])
 def test_scalars_step_as_under_torch_ddp(kind: Callable[..., torch.optim.Optimizer]) -> None:
     """The saved state has their shape, too."""
 
