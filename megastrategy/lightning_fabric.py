@@ -11,7 +11,7 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 
 from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_default
-from ._lightning.fabric_strategy import FabricStrategy, weighing
+from ._lightning.fabric_strategy import FabricStrategy, forgetting
 from ._lightning.signature import strategy_class
 
 __all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
@@ -28,4 +28,4 @@ class MegatronDDPStrategy(FabricStrategy, DDPStrategy):  # type: ignore[misc]  #
     checkpoint_io = with_default(_CheckpointIO)
     _is_interactive = _IS_INTERACTIVE
 
-    backward = weighing(DDPStrategy.backward)
+    backward = forgetting(DDPStrategy.backward)

@@ -52,9 +52,8 @@ from ..core import (
     OpenDirectory,
     adapt_scaler,
     announce_tokens,
+    forget_announced,
     names_elsewhere,
-    weigh_announced,
-    weigh_by_tokens,
 )
 from ..data import check_order, follow_epochs, sampler_of, samplers_of
 from .checkpoint_io import MAIN_PARAMS_KEY
@@ -73,18 +72,18 @@ else:
 _SAVE_ON_ALL_RANKS = "Call fabric.save(...) on every rank, not under `if fabric.is_global_zero:`: rank 0 writes"
 
 
-def weighing(backward: Callable[..., None]) -> Callable[..., None]:
-    """Makes a strategy's ``backward`` weigh the losses whose tokens were counted.
+def forgetting(backward: Callable[..., None]) -> Callable[..., None]:
+    """Makes a strategy's ``backward`` forget the tokens of a loss that has not reached some of several models.
 
     Fabric compares the function with its own, and would refuse ``loss.backward()``, which "ddp" allows, with another.
     """
 
     @functools.wraps(backward)
-    def weigh_and_run(self: FabricStrategy, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        weigh_announced(tensor, self._models.open())
+    def run_and_forget(self: FabricStrategy, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         backward(self, tensor, *args, **kwargs)
+        forget_announced(self._models.open())
 
-    return weigh_and_run
+    return run_and_forget
 
 
 class FabricStrategy(_Base):
@@ -309,13 +308,9 @@ class FabricStrategy(_Base):
         distributed.clip_grad_value_(clip_val)
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Counts the tokens over which the loss of the next ``fabric.backward`` is a mean, for every model that was set
-        up; see :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`."""
+        """Counts the tokens over which the loss of the next backward is a sum, for every model that was set up; see
+        :meth:`~megastrategy.DistributedDataParallel.loss_tokens`."""
         announce_tokens(num_tokens, self._models.open())
-
-    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """As :meth:`loss_tokens`, for ``loss.backward()``, and for the loss function of a pipeline."""
-        return weigh_by_tokens(loss, num_tokens, self._models.open())
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns a parameter's full reduced gradient; ``.grad`` is a placeholder under reduce-scatter. Collective.

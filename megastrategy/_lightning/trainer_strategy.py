@@ -48,7 +48,6 @@ from ..core import (
     announce_tokens,
     combine_listeners,
     to_host,
-    weigh_announced,
 )
 from ..data import sampler_of
 from .checked_collectives import CheckedCollectives
@@ -343,7 +342,6 @@ class TrainerStrategy(_Base):
             wrapped.engine.backwards.watch(closure_loss)
         else:
             wrapped.watch_backward(closure_loss)
-        weigh_announced(closure_loss, [wrapped])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps module buffers of ranks apart in manual optimization, as "ddp" does: it broadcasts them before the
@@ -361,17 +359,16 @@ class TrainerStrategy(_Base):
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Notes, in ``training_step`` or before ``manual_backward``, over how many tokens the next loss is a mean.
+        """Counts, in ``training_step`` or before ``manual_backward``, the tokens over which the next loss is a sum.
 
-        See :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`. Does nothing outside of a fit, so that a step
+        See :meth:`~megastrategy.DistributedDataParallel.loss_tokens`. Does nothing outside of a fit, so that a step
         may be shared with evaluation.
         """
-        if isinstance(self.model, DistributedDataParallel):
-            announce_tokens(num_tokens, [self.model])
-
-    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """As :meth:`loss_tokens`, for a loss that exists already, such as in the loss function of a pipeline."""
-        return self.model.weigh_by_tokens(loss, num_tokens) if isinstance(self.model, DistributedDataParallel) else loss
+        module = self.lightning_module
+        if module is not None and isinstance(self.model, DistributedDataParallel):
+            # The Trainer divides the loss, but not in manual optimization.
+            divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            announce_tokens(num_tokens, [self.model], divisor)
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
         """Returns a parameter's full reduced gradient, for which ``.grad`` is a placeholder. Collective."""

@@ -43,12 +43,9 @@ from .._faults.process_collectives import checkpoint_collectives
 from .._unsharded_optimizers import UnshardedOptimizers
 from ..core import (
     Collectives,
-    DistributedDataParallel,
     DistributedOptimizer,
     adapt_scaler,
-    announce_tokens,
     dtensors_of,
-    weigh_by_tokens,
 )
 from ..data import sampler_of
 from . import checkpoint
@@ -315,21 +312,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Counts, inside ``accumulate``, the tokens over which the loss of the next ``backward`` is a mean; see
-        :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`."""
-        announce_tokens(num_tokens, self._token_models())
-
-    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """As :meth:`loss_tokens`, for a backward that is not the Accelerator's."""
-        return weigh_by_tokens(loss, num_tokens, self._token_models())
-
-    def _token_models(self) -> list[DistributedDataParallel]:
-        return self._loss_tokens.models(self._models, not self.use_distributed, self.sync_gradients)
+        """Counts, inside ``accumulate``, the tokens over which the loss of the next ``backward`` is a sum; see
+        :meth:`~megastrategy.DistributedDataParallel.loss_tokens`."""
+        self._loss_tokens.announce(num_tokens, self)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs as accelerate's does, with the gradients of a loss that is weighed."""
-        self._loss_tokens.before_backward(loss, self._models)
+        """Runs as accelerate's does; see :meth:`loss_tokens`."""
+        self._loss_tokens.before_backward(loss)
         super().backward(loss, **kwargs)
+        self._loss_tokens.after_backward()
 
     def free_memory(self, *objects: Any) -> Any:
         """Forgets all models as accelerate's does."""

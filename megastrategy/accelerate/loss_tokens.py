@@ -1,12 +1,12 @@
 """``accelerator.loss_tokens(n)``: averages by tokens, on any number of processes.
 
 In one process accelerate does not wrap models, and neither does this. A model whose losses are counted there gets an
-engine that sends nothing and shards nothing: it corrects the gradients that the user's own optimizer steps with.
+engine that sends nothing and shards nothing: it divides the gradients that the user's own optimizer steps with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,9 +15,13 @@ from ..core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     SingleRankCollectives,
-    weigh_announced,
+    announce_tokens,
+    forget_announced,
 )
 from .prepared_model import PREPARED
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
 
 _CONFIG = DistributedDataParallelConfig(
     use_distributed_optimizer=False, use_contiguous_buffers=False, overlap_grad_reduce=False
@@ -25,23 +29,25 @@ _CONFIG = DistributedDataParallelConfig(
 
 
 class LossTokens:
-    """Weighs the losses of one Accelerator by their tokens."""
+    """Counts the tokens of one Accelerator's losses."""
 
     def __init__(self) -> None:
-        self._engines: dict[Module, DistributedDataParallel] = {}
+        self._engines: dict[Module, DistributedDataParallel] = {}  # in one process
+        self._counting: list[DistributedDataParallel] = []  # from an announcement until the end of its backward
 
-    def models(self, modules: Sequence[Module], in_one_process: bool, syncs: bool) -> list[DistributedDataParallel]:
-        """Lists the engines of an Accelerator's prepared modules. ``syncs``: whether the next backward ends a window of
-        accumulation."""
+    def announce(self, num_tokens: float | Tensor, accelerator: Accelerator) -> None:
+        """Counts the tokens of the next loss of the Accelerator's prepared modules."""
+        modules = accelerator._models
         # not all open ones: a different Accelerator's have another loss
         models: list[DistributedDataParallel] = [*PREPARED.wrappers_of(modules)]
-        if in_one_process:
+        if not accelerator.use_distributed:
             prepared_params = {id(param) for prepared in models for param in prepared.engine.params}
             for module in modules:
                 params = [param for param in module.parameters() if param.requires_grad]
                 if params and not any(id(param) in prepared_params for param in params):
-                    models.append(self._engine_for(module, syncs))
-        return models
+                    models.append(self._engine_for(module, accelerator.sync_gradients))
+        self._counting = models
+        announce_tokens(num_tokens, models, accelerator.gradient_accumulation_steps)  # as ``backward`` divides the loss
 
     def _engine_for(self, module: Module, syncs: bool) -> DistributedDataParallel:
         engine = self._engines.get(module)
@@ -55,13 +61,18 @@ class LossTokens:
         engine.engine.check_params()
         return engine
 
-    def before_backward(self, loss: Tensor, modules: Sequence[Module]) -> None:
-        """Weighs a loss whose tokens were counted."""
+    def before_backward(self, loss: Tensor) -> None:
+        """Begins the backward of this loss."""
         for model in self._engines.values():
             model.watch_backward(loss)
-        weigh_announced(loss, [*PREPARED.wrappers_of(modules), *self._engines.values()])
+
+    def after_backward(self) -> None:
+        """Forgets the tokens of a loss that has not reached some of several models."""
+        forget_announced(self._counting)
+        self._counting = []
 
     def close(self) -> None:
         """Forgets all models."""
+        self._counting = []
         while self._engines:
             self._engines.popitem()[1].close()

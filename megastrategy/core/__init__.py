@@ -31,7 +31,7 @@ from .config import (
     refuses_unknown_options,
 )
 from .data_path import DeferredBatch, Engine, ReplicaHook, norms_over_owners, scale_to_norm_, total_grad_norm
-from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
+from .distributed_data_parallel import DistributedDataParallel, announce_tokens, forget_announced
 from .distributed_optimizer import DistributedOptimizer
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError, ReplicaMismatchError
 from .events import Event, EventKind, combine_listeners
@@ -109,6 +109,7 @@ __all__ = [
     "domain_of_all",
     "dtensors_of",
     "field_names",
+    "forget_announced",
     "gather_states",
     "host_collectives",
     "is_directory_checkpoint",
@@ -129,6 +130,4 @@ __all__ = [
     "subgroup",
     "to_host",
     "total_grad_norm",
-    "weigh_announced",
-    "weigh_by_tokens",
 ]

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .data_path import Engine, ReplicaHook, inside_backward, read_count, weigh
+from .data_path import Engine, ReplicaHook, inside_backward, read_count
 from .errors import raise_closed
 from .events import EventKind, Listener
 from .layout import BufferLayout
@@ -289,28 +289,23 @@ class DistributedDataParallel(TorchDDPByName):
     def microbatch(self, number: int) -> None:
         self.engine.reducer.microbatch = number
 
-    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
-        """Weighs the backward of a loss that is a mean over so many tokens (or samples); 0 for none, where the
-        loss may be NaN.
+    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+        """Counts the tokens (or samples) over which the next loss of this model is a sum; 0 for none.
 
-        Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together;
-        without it every rank and microbatch has the same weight. The loss itself does not change, and may be divided by
-        the number of microbatches or not. Call it for every loss of a step, on all ranks.
+        Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together,
+        as under Megatron's ``calculate_per_token_loss``; the loss is not divided by their number. Call it once for
+        every loss of a step before its backward, on all ranks. Without gradients (``no_grad``) it does nothing.
 
         Args:
-            loss: of this model. Only its gradient is multiplied, when its backward begins.
             num_tokens: a tensor is read, and on a device waited for. A count of the collate function is on the host.
 
-        Returns:
-            ``loss``: the same tensor, unchanged.
-
         Raises:
-            ValueError: if the number is negative, not finite, or more than one, or the loss is not a tensor.
+            ValueError: if the number is negative, not finite, or more than one.
             LossTokensError: here if it is called too late for all ranks to know of it; at the end of the synchronised
                 backward, on all ranks, if they did not all count every loss, or if the gradients of the previous
                 synchronised backward were neither stepped with nor dropped.
         """
-        return weigh_by_tokens(loss, num_tokens, [self])
+        announce_tokens(num_tokens, [self])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""
@@ -399,33 +394,22 @@ class DistributedDataParallel(TorchDDPByName):
             engine.close()
 
 
-def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> None:
-    """Records the number of tokens of the next loss of these models; see ``weigh_by_tokens`` for errors."""
+def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel], num_losses: int = 1) -> None:
+    """Counts the tokens of the next loss of these models, which a framework divides by ``num_losses``; see
+    ``loss_tokens``."""
+    if not torch.is_grad_enabled():  # an evaluation
+        return
     for model in models:
         if isinstance(num_tokens, Tensor):
-            model.engine.collectives.wait_for_device(num_tokens.device, "a collective before weigh_by_tokens")
+            model.engine.collectives.wait_for_device(num_tokens.device, "a collective before loss_tokens")
         num_tokens = read_count(num_tokens)
-        model.engine.backwards.count_losses().announced = num_tokens
+        model.engine.backwards.count_loss(num_tokens / num_losses)
 
 
-def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> None:
-    """Weighs the loss by the announced tokens, if any; see ``weigh_by_tokens``."""
-    engines = [model.engine for model in models]
-    counts = [count for engine in engines if (count := engine.reducer.tokens.pop_announced()) is not None]
-    if counts and loss.requires_grad:
-        for engine in engines:
-            engine.backwards.watch(loss)
-        weigh(loss, counts[0], [engine.backwards.count_losses() for engine in engines])
-
-
-def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> Tensor:
-    """Weighs one loss of several models; see the method of this name."""
-    if not isinstance(loss, Tensor):
-        raise ValueError(f"loss: expected the tensor whose backward comes, got {type(loss).__name__}: weigh it first")
-    if loss.requires_grad:  # not that of an evaluation
-        announce_tokens(num_tokens, models)
-        weigh_announced(loss, models)
-    return loss
+def forget_announced(models: Sequence[DistributedDataParallel]) -> None:
+    """Forgets the tokens of a loss that has not reached these models."""
+    for model in models:
+        model.engine.reducer.tokens.announced.clear()
 
 
 def refuse_join(method: str) -> NoReturn:

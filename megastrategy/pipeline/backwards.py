@@ -35,8 +35,8 @@ _FACTOR = struct.Struct("<d")
 
 _WHY_NOT_COUNTED = (
     "the losses of a pipeline's microbatches are inside of its forward, and so are their backwards. Count the tokens "
-    "of each there: let the loss function return weigh_by_tokens(loss, n), a method of the wrapped model, the "
-    "Accelerator, and the Lightning and Fabric strategies"
+    "of each there: let the loss function call loss_tokens(n), a method of the wrapped model, the Accelerator, and the "
+    "Lightning and Fabric strategies"
 )
 
 
@@ -76,7 +76,7 @@ class StagedBackwards:
         assert engine is not None, "it detaches itself from the module"
         return engine
 
-    def begin(self) -> None:
+    def begin(self, num_microbatches: int) -> None:
         """Begins the gradients of a batch, before a forward that trains. Raises StageError if gradients are to
         accumulate over several batches."""
         engine = self._present
@@ -84,6 +84,7 @@ class StagedBackwards:
             raise self._accumulates("it was called under no_sync()")
         self._are_left |= self._state is _State.READY
         self._made = []
+        self._batch.num_losses = num_microbatches
         engine.begin_batch(self._batch)
 
     @staticmethod

@@ -218,7 +218,7 @@ class Pipeline(StagedModule):
                 "a pipeline of several ranks trains inside of a megastrategy.DistributedDataParallel, which keeps its "
                 "gradients from the forward to the step: wrap the module that has it"
             )
-        backwards.begin()
+        backwards.begin(self.microbatches)
         try:
             run = self._run(True, self.microbatches, args, inputs, target)
             loss = self._from_last_stage(run.train(args, inputs, target, backwards))

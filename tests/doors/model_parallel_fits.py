@@ -45,10 +45,10 @@ def sequence_data() -> TensorDataset:
 
 
 def part_of_loss(model: Any, batch: list[Tensor], mesh: Any) -> tuple[Tensor, int]:
-    """The mean loss of this rank's part of a sequence, and how many labels are in that part."""
+    """The summed loss of this rank's part of a sequence, and how many labels are in that part."""
     ids, labels = (both[0].chunk(mesh.size())[mesh.get_local_rank()] for both in batch)
     logits = model(ids, lambda part: sequences.Gathered.apply(part, mesh.get_group()))
-    return sequences.mean_loss(logits, labels)
+    return sequences.summed_loss(logits, labels)
 
 
 def train_on_whole_sequences(dp: int) -> dict[str, Tensor]:

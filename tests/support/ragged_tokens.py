@@ -16,9 +16,8 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class TokenModel(nn.Module):
-    """Tied weights, a layer used twice, one that rank 0 alone uses, one that none does. ``forward`` returns the mean of
-    the loss over the labels that are not ignored, which is NaN, with gradients of NaN, where
-    all are."""
+    """Tied weights, a layer used twice, one that rank 0 alone uses, one that none does. ``forward`` returns the sum of
+    the loss over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +29,7 @@ class TokenModel(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, labels: Tensor, rank: int) -> Tensor:
-        counted = labels.flatten() != IGNORED
-        losses = F.cross_entropy(self.logits(ids, rank), labels.flatten().clamp(min=0), reduction="none")
-        return (losses * counted).sum() / counted.sum()
+        return F.cross_entropy(self.logits(ids, rank), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def logits(self, ids: Tensor, rank: int) -> Tensor:
         hidden = torch.tanh(self.twice(torch.tanh(self.twice(self.embedding(ids)))))

@@ -146,7 +146,8 @@ class Training:
                 outputs = self.model(x, uses_rare=case.uses_rare(self.slot, step))
                 loss = outputs.float().square().mean() / case.microbatches
                 if case.counts_tokens:
-                    loss = self.model.weigh_by_tokens(loss, len(x))
+                    self.model.loss_tokens(len(x))
+                    loss = outputs.float().square().mean() * len(x)
                 self.scaler.scale(loss).backward()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer) if case.scales else None

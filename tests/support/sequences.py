@@ -13,11 +13,12 @@ from torch.nn import functional
 from .ragged_tokens import IGNORED, count
 
 
-def mean_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """NaN, with gradients of NaN, where there is no label; and the number of labels."""
-    counted = targets.flatten() != IGNORED
-    each = functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().clamp(min=0), reduction="none")
-    return (each * counted).sum() / counted.sum(), int(counted.sum())
+def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """The sum of the loss over labels, and their number."""
+    each = functional.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return each, count(targets)
 
 
 class Gathered(torch.autograd.Function):

@@ -53,22 +53,21 @@ class Setup:
         self.model = DistributedDataParallel(self.module, config, group, collectives=collectives)
         self.optimizer = DistributedOptimizer(make_optimizer(self.model), self.model)
 
-    def backward(self, step: int, microbatch: int = 0, *, of: int = 1, counts: bool = True, sync: bool = True) -> None:
+    def backward(self, step: int, microbatch: int = 0, *, counts: bool = True, sync: bool = True) -> None:
+        """A loss is counted before its forward or after it."""
         ids, labels = batch(self.rank, step, microbatch)
         with contextlib.nullcontext() if sync else self.model.no_sync():
-            loss = self.model(ids, labels, self.rank)
             if counts and microbatch % 2:
-                loss = self.model.weigh_by_tokens(loss, count(labels)) / of
-            elif counts:
-                loss = self.model.weigh_by_tokens(loss / of, (labels != -100).sum())
-            else:
-                loss = loss / of
+                self.model.loss_tokens((labels != -100).sum())
+            loss = self.model(ids, labels, self.rank)
+            if counts and not microbatch % 2:
+                self.model.loss_tokens(count(labels))
             loss.backward()
 
     def step(self, step: int, microbatches: int, *, counts: bool = True) -> None:
         self.optimizer.zero_grad()
         for microbatch in range(microbatches):
-            self.backward(step, microbatch, of=microbatches, counts=counts, sync=microbatch == microbatches - 1)
+            self.backward(step, microbatch, counts=counts, sync=microbatch == microbatches - 1)
 
     def weights(self) -> dict[str, Tensor]:
         self.model.close()

@@ -7,7 +7,7 @@ from .memory import Memory
 from .norms import check_finite, norms_over_owners, scale_to_norm_, total_grad_norm, unscale_grads_
 from .reduced_grad import ReducedGrad, inside_backward
 from .replica_hook import ReplicaHook
-from .tokens import read_count, weigh
+from .tokens import read_count
 
 __all__ = [
     "Bucket",
@@ -23,5 +23,4 @@ __all__ = [
     "scale_to_norm_",
     "total_grad_norm",
     "unscale_grads_",
-    "weigh",
 ]

@@ -42,7 +42,7 @@ from ..module import GradAccumulators, GradHooks
 from .bucket import Bucket, State
 from .reduced_grad import NO_GRAPH_TASK, inside_backward, inside_node
 from .reducer import REFUSALS, Reducer
-from .tokens import TOO_LATE, TokenWindow
+from .tokens import TOO_LATE
 
 
 @dataclasses.dataclass
@@ -51,12 +51,14 @@ class DeferredBatch:
 
     Attributes:
         why_not_counted: the error message for a loss whose tokens are counted outside of a batch.
+        num_losses: their number, by which each is divided.
         is_open: whether a batch has begun.
         has_synced: whether one of its backwards was synchronised, and more may follow.
         refusal: the first error with which all data-parallel ranks rejected one of its backwards.
     """
 
     why_not_counted: str
+    num_losses: int = 1
     is_open: bool = False
     has_synced: bool = False
     refusal: MegastrategyError | None = None
@@ -275,7 +277,8 @@ class BackwardTracker:
         self._is_syncing = self._ends_window or is_pooled
         self._hooks.begin_backward()
         reducer.check_params()
-        reducer.tokens.begin_backward(reducer.num_steps)
+        if not self._is_in_batch:
+            reducer.tokens.begin_backward(reducer.num_steps)
         if self._is_in_batch and not is_pooled:
             self._num_arrivals_before = len(reducer.arrivals)
             reducer.open(reducer.num_launched)
@@ -376,7 +379,7 @@ class BackwardTracker:
         """
         self._reducer.drop()
         batch.begin()
-        self._reducer.tokens.is_of_batch = True
+        self._reducer.tokens.announced.clear()
         self._is_batch_unfinished = False
         self._refusal = None
         self._reducer.arrivals.clear()
@@ -404,8 +407,8 @@ class BackwardTracker:
             return refusal
         return None
 
-    def count_losses(self) -> TokenWindow:
-        """Returns the window that counts losses.
+    def count_loss(self, num_tokens: float) -> None:
+        """Notes the tokens of the loss whose backward comes next; in a batch, of one of its losses.
 
         Raises:
             LossTokensError: if the ranks do not exchange anything any more and could not learn of it; and outside of a
@@ -415,7 +418,8 @@ class BackwardTracker:
             raise LossTokensError(self.batch.why_not_counted)
         if not (self._reducer.must_agree or self._num_ranks == 1):
             raise LossTokensError(TOO_LATE)
-        return self._reducer.tokens.begin_use()
+        num_losses = 1 if self.batch is None else self.batch.num_losses
+        self._reducer.tokens.announce(num_tokens / num_losses, in_batch=self._is_in_batch)
 
     # --- around backwards ---------------------------------------------------------------------------------------------
 

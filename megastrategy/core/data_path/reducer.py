@@ -85,7 +85,7 @@ class Reducer:
         num_steps: the steps so far of all optimizers.
         shown: every ``.grad`` when the last reduction ended, in launch order; the same object while they stay.
         is_finishing: from the end of a synchronised backward until its gradients are final, or dropped.
-        tokens: the window of losses that are weighed by tokens.
+        tokens: the window of losses that are averaged by tokens.
         main_grads: the parameters whose layers add gradients themselves; None for none.
         replicas: calls the hook of other replicas; None without.
         drops_step: whether replicas have dropped the last batch, which no optimizer steps.
@@ -419,8 +419,6 @@ class Reducer:
         self.tokens.is_used |= agreed.counting[0]
         if ends_window:
             self.finish_window(is_counted=agreed.counting[0])
-        else:  # pooled gradients under no_sync: buckets that were sent in backward had none at its end
-            self.tokens.note_grads()
         if not self._config.use_contiguous_buffers:
             return  # ``.grad`` is autograd's own, whose memory ``shown`` would keep
         if not self._are_as_shown():
@@ -559,7 +557,7 @@ class Reducer:
         if self._nonfinite is not None:
             self._nonfinite.clear()
         self._is_settled = False
-        self.tokens.drop()
+        self.tokens.restart()
         if self.memory is None:
             set_grads(self.params, [None] * len(self.params))
         for bucket in self.buckets:
@@ -580,9 +578,8 @@ class Reducer:
         for param in params:
             if param.grad is not None:
                 param.grad.detach().zero_()
-        if self.tokens.is_used:
-            zeroed = set(map(id, params))
-            self.tokens.zero(place for place, param in enumerate(self.params) if id(param) in zeroed)
+        if len(params) == len(self.params):
+            self.tokens.restart()
 
     def abort_unfinished(self) -> None:
         """Ends reductions of a backward that failed, on the device: they may wait for a rank that is gone."""

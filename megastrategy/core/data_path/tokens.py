@@ -1,31 +1,23 @@
-"""Weighs losses by the number of tokens that they are means over, so that gradients are those of a mean over tokens.
+"""The mean over tokens: losses are sums over tokens, and reduced gradients are divided by the number of tokens.
 
 [Note: gradients of a mean over tokens]
-With ragged batches the mean over ranks and microbatches of mean losses is not the mean over tokens. A loss of ``n``
-tokens needs the weight ``n / mean(n)``, with the mean over all ranks and all microbatches that are reduced together.
-Equal counts change nothing, and it makes no difference whether the loss was divided by the number of microbatches.
-
-``mean(n)`` is known at the end of the last backward, and buckets are sent before. So the gradient of each loss is
-multiplied by ``n / unit`` where its backward begins, and the reduced gradients once by ``unit / mean(n)``, when the
-ranks have exchanged their sums. Then all gradients of a loss have its weight: also those on other ranks (experts,
-context parallelism), those that layers add themselves, and those of earlier pipeline stages. The unit is a power of two
-near the last mean, the same on all ranks: 16-bit gradients neither overflow nor underflow, and a resumed run, which
-begins with another unit, has the same bits. The first unit is between counts of samples and of tokens.
+With ragged batches the mean over ranks and microbatches of mean losses is not the mean over tokens. So a counted loss
+is the sum over its tokens, as under Megatron's ``calculate_per_token_loss``. Gradients are reduced as others are, which
+divides them by the number of ranks. At the end of a window the ranks exchange their numbers of tokens, and multiply the
+reduced gradients once by ``ranks / tokens``. Where a framework divides the losses (by the microbatches of a step),
+their numbers of tokens are divided, too.
 
 [Note: which losses one mean covers]
-A window begins with the first prepared backward after gradients were dropped, or used by a step, and ends with the
-backward that the user synchronises. A window in which only some losses are counted is an error on all ranks, and so is
-a second synchronised backward before its gradients are used: users may want one mean of two, or the sum of both.
+A window ends with the backward that the user synchronises. The next one begins with the next prepared backward, or with
+one that finds no gradients: they were dropped. A window in which only some losses are counted is an error on all ranks,
+and so is a second synchronised backward before its gradients are used: they were divided by another number.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import struct
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,16 +28,13 @@ from ..errors import LossTokensError
 from .bucket import Bucket, get_grad
 from .replica_hook import HookQueue
 
-_SUMS = struct.Struct("<dI")
-"""The sum of a rank's weights, and the number of its losses."""
-_FIRST_UNIT = 2.0**8
+_TOTAL = struct.Struct("<d")
+"""The number of tokens of one rank."""
 NONE = "counted none of its losses"
 ALL = "counted all of its losses"
 _SOME = "counted some of its losses and not others"
 _AFTER_A_SYNC = "ran a backward after a synchronised one, whose gradients were not used or dropped"
-_DROPPED_IN_PART = "dropped the gradients of some parameters between two microbatches, and kept others"
-_UNPREPARED = "ran a backward that no forward of the wrapped model prepared, of a loss that was counted"
-_UNSEEN = "called loss_tokens(n), and then backward() of the loss itself instead of the framework's backward"
+_UNPREPARED = "counted a loss, and ran a backward that no forward of the wrapped model prepared"
 
 TOO_LATE = (
     "losses are counted for the first time after a synchronised backward: with find_unused_parameters=False or "
@@ -60,128 +49,74 @@ OTHER_TENSOR_RANKS = (
 
 
 class TokenWindow:
-    """Counts the losses of a window, and corrects its reduced gradients.
+    """Counts the tokens of a window, and divides its reduced gradients by them.
 
     Attributes:
         is_used: whether a loss was ever counted, on any rank.
-        announced: the count for the next backward, if it was announced before the loss.
-        unit: a power of two near the last mean, the same on all ranks.
-        open_unit: the unit of losses that are not corrected yet; None if there are none.
+        announced: the tokens of losses whose backward has not ended: of one, or of a batch's microbatches.
         has_loss: whether the running backward begins from a loss; that of a stage may begin from its outputs.
-        is_of_batch: whether a window begins only where :meth:`drop` is called.
         state: a description of the window on this rank; None before its first backward.
-        factor: the factor of the last correction; 0.0 if there was none.
+        factor: the number by which the last window's gradients were multiplied; 0.0 if there was none.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.is_used = False
-        self.announced: float | None = None
-        self.unit = _FIRST_UNIT
-        self.open_unit: float | None = None
+        self.announced: list[float] = []
         self.has_loss = True
-        self.is_of_batch = False
         self.state: str | None = None
         self.factor = 0.0
         self._params = params
-        self._arrived: list[float] = []  # weights of losses whose backward is under way
-        self._weights = 0.0
-        self._num_losses = 0
+        self._total = 0.0
         self._is_final = False
         self._num_steps = 0  # when the window ended
-        self._has_unprepared = False  # since the last prepared backward
-        self._had_grad = b""  # a byte for each parameter, after the last backward
 
-    def begin_use(self) -> TokenWindow:
-        """Begins to count losses."""
+    def announce(self, num_tokens: float, *, in_batch: bool) -> None:
+        """Notes the tokens of the loss whose backward comes next; in a batch, of one of its losses."""
         if not self.is_used:
             self.is_used = True
-            has_grad = self._flags()
-            is_open = any(has_grad) and not self._is_final
+            is_open = self._has_grads() and not self._is_final
             self.state = NONE if is_open else None
-            self._had_grad = has_grad if is_open else b""
-        return self
+        if not in_batch:  # a loss without a backward is not counted
+            self.announced.clear()
+        self.announced.append(num_tokens)
 
-    def pop_announced(self) -> float | None:
-        """Removes and returns the count that was announced for the next loss."""
-        count = self.announced
-        self.announced = None
-        return count
-
-    def _flags(self) -> bytes:
-        return bytes(grad is not None for grad in map(get_grad, self._params))
-
-    def arrive(self, weight: float, unit: float) -> None:
-        """Called when the backward of a loss of this weight has begun."""
-        self._arrived.append(weight)
-        self.open_unit = unit
+    def _has_grads(self) -> bool:
+        # Not of frozen parameters, which may belong to another optimizer (toggle_optimizer).
+        return any(get_grad(param) is not None for param in self._params if param.requires_grad)
 
     def note_unprepared(self) -> None:
         """Called when a backward that no forward prepared has brought a gradient."""
-        self._has_unprepared = True
-
-    def zero(self, places: Iterable[int]) -> None:
-        """Counts the gradients of these parameters as dropped: they were zeroed."""
-        had_grad = bytearray(self._had_grad)
-        for place in places:
-            had_grad[place : place + 1] = b"\0" if place < len(had_grad) else b""
-        self._had_grad = bytes(had_grad)
+        if self.announced:
+            self.restart()
+            self.state = _UNPREPARED
 
     def begin_backward(self, num_steps: int) -> None:
-        """Begins a new window if the gradients of this one were dropped, or were final and have been used."""
-        if not self.is_used or self.is_of_batch:
+        """Begins a new window if the gradients of this one were final, or were dropped. Not called in a batch."""
+        if not self.is_used:
             return
-        has_grad = self._flags()
-        required = map(operator.attrgetter("requires_grad"), self._params)
-        # Without frozen ones, which may belong to another optimizer (toggle_optimizer), and get nothing now.
-        pairs = enumerate(zip(self._had_grad, required, strict=False))
-        places = [place for place, (had_grad, is_required) in pairs if had_grad and is_required]
-        num_dropped = sum(not has_grad[place] for place in places)
-        is_unprepared = bool(self._arrived) and self._has_unprepared
-        self._arrived = []
-        self._has_unprepared = False
-        if is_unprepared:
-            self.state = _UNPREPARED
-        elif self._is_final:
-            is_unused = num_dropped < len(places) and self._num_steps == num_steps
-            were_counted = self.state is not NONE
-            self._begin_window()
-            if is_unused:  # without counted losses the sum of two means is allowed, as under torch DDP
-                self.state = _AFTER_A_SYNC if were_counted else NONE
-        elif num_dropped == len(places):
-            self._begin_window()
-        elif num_dropped > 0:
-            self.state = _DROPPED_IN_PART
+        has_grads = self._has_grads()
+        were_divided = self._is_final and self.state is ALL
+        if self._is_final or not has_grads:
+            self.restart()
+        if were_divided and has_grads and self._num_steps == num_steps:
+            self.state = _AFTER_A_SYNC
 
     def end_backward(self) -> None:
         """Called when a prepared backward has ended."""
-        if not self.is_used:  # another rank may count its losses
-            self.state = NONE if self.has_loss else self.state
+        if not self.has_loss:
             return
-        weights = self._arrived
-        self._arrived = []
-        self._weights += sum(weights)
-        self._num_losses += len(weights)
-        if self.announced is not None:
-            self.announced = None
-            self.state = _UNSEEN
-        elif self.state in (None, NONE, ALL) and (weights or self.has_loss):
-            state = ALL if weights else NONE
+        state = ALL if self.announced else NONE
+        if self.announced:
+            self._total += self.announced.pop(0)
+        if self.state in (None, NONE, ALL):
             self.state = state if self.state in (None, state) else _SOME
-        self._had_grad = self._flags()
 
-    def _begin_window(self) -> None:
-        self.state = None
-        self._weights = 0.0
-        self._num_losses = 0
-        self._is_final = False
-
-    def drop(self) -> None:
+    def restart(self) -> None:
         """Begins a new window after all gradients were dropped, also those of a backward that raised."""
-        self._begin_window()
-        self._arrived = []
-        self._had_grad = b""
-        self.open_unit = None
+        self.state = None
         self.factor = 0.0
+        self._total = 0.0
+        self._is_final = False
 
     @property
     def is_final(self) -> bool:
@@ -203,115 +138,55 @@ class TokenWindow:
         replicas: HookQueue | None,
         num_steps: int,
     ) -> None:
-        """Corrects reduced gradients to the mean over tokens of all ranks and replicas. Collective.
+        """Divides reduced gradients by the tokens of all ranks and replicas. Collective.
 
         Raises:
             LossTokensError: on all ranks, if ``tensor_ranks`` counted different tokens: replicated parameters would get
-                different weights on each of them.
+                different gradients on each of them.
         """
-        weights: float
-        num_losses: float
-        weights, num_losses = self._sums(ranks, tensor_ranks)
-        if replicas is not None:  # a replica that comes back has another unit, and contributes nothing
-            unit = self.unit if self.open_unit is None else self.open_unit
-            weights, num_losses, self.open_unit = replicas.means_of((weights, num_losses, unit))
-        self._correct(buckets, weights, num_losses)
+        # Each rank has bytes of its own, for which the others send zeros: one exchange, a sum in the order of ranks.
+        table = bytearray(_TOTAL.size * ranks.size)
+        _TOTAL.pack_into(table, _TOTAL.size * ranks.rank, self._total)
+        of_ranks = bytes(ranks.max_of_bytes(table))
+        if tensor_ranks is not None and not is_same_on_all_ranks(of_ranks, tensor_ranks):
+            raise LossTokensError(OTHER_TENSOR_RANKS)
+        total = sum(number for [number] in _TOTAL.iter_unpack(of_ranks))
+        if replicas is not None:  # gradients are their mean, too
+            [total] = replicas.means_of([total])
+        self._divide(buckets, total, ranks.size)
         self.end_window(num_steps)
 
     def end_window(self, num_steps: int) -> None:
         """Records that the gradients are final: a step may use them."""
         self._is_final = True
         self._num_steps = num_steps
-        self.note_grads()
-
-    def note_grads(self) -> None:
-        """Records which parameters have a gradient, to see later which ones were dropped."""
-        if self.is_used:
-            self._had_grad = self._flags()
-
-    def _sums(self, ranks: Collectives, tensor_ranks: Collectives | None) -> tuple[float, int]:
-        sums = _SUMS.pack(self._weights, self._num_losses)
-        # Each rank has bytes of its own, for which the others send zeros: one exchange, sums in the order of the ranks.
-        table = bytearray(len(sums) * ranks.size)
-        table[ranks.rank * len(sums) : (ranks.rank + 1) * len(sums)] = sums
-        of_ranks = bytes(ranks.max_of_bytes(table))
-        if tensor_ranks is not None and not is_same_on_all_ranks(of_ranks, tensor_ranks):
-            raise LossTokensError(OTHER_TENSOR_RANKS)
-        weights, numbers = zip(*_SUMS.iter_unpack(of_ranks), strict=True)
-        return sum(weights), sum(numbers)
 
     def finish_on_this_rank(self, buckets: Sequence[Bucket], rank: str, num_steps: int) -> None:
-        """Corrects gradients that were not reduced, before a step uses them.
+        """Divides gradients that were not reduced, before a step uses them.
 
         Raises:
             LossTokensError: if the losses were not all counted.
         """
-        if self.state not in (None, NONE, ALL):
-            raise LossTokensError(describe_counting({rank: self.state}))
-        if self._num_losses and not self._is_final:
-            self._correct(buckets, self._weights, self._num_losses)
-            self.end_window(num_steps)
-
-    def _correct(self, buckets: Sequence[Bucket], weights: float, num_losses: float) -> None:
-        unit = self.unit if self.open_unit is None else self.open_unit
-        self._weights = 0.0
-        self._num_losses = 0
-        self.open_unit = None
-        self.factor = 0.0
-        if weights == 0.0:  # without any token every gradient is zero
+        if self.state is None or self.state is NONE or self._is_final:
             return
-        self.factor = num_losses / weights
-        self.unit = unit * 2.0 ** round(math.log2(weights / num_losses))
-        self.scale(buckets, self.factor)
+        if self.state is not ALL:
+            raise LossTokensError(describe_counting({rank: self.state}))
+        self._divide(buckets, self._total, 1)
+        self.end_window(num_steps)
+
+    def _divide(self, buckets: Sequence[Bucket], total: float, num_ranks: int) -> None:
+        self.factor = 0.0
+        if total > 0.0:  # without any token every gradient is zero
+            self.scale(buckets, num_ranks / total)
 
     def scale(self, buckets: Sequence[Bucket], factor: float) -> None:
         """Multiplies the gradients that a step may use on this rank."""
+        self.factor = factor
         grads: list[Tensor] = [grad for bucket in buckets for grad in bucket.final_grads()]
         if not buckets:  # before there is a plan
             grads = [grad for grad in map(get_grad, self._params) if grad is not None]
-        if grads and factor != 1.0:
+        if grads:
             torch._foreach_mul_(grads, factor)
-
-
-def weigh(loss: Tensor, count: float, windows: Sequence[TokenWindow]) -> None:
-    """Weighs the backward of ``loss``, a mean over ``count`` tokens, in all windows."""
-    refs = [weakref.ref(window) for window in windows]
-
-    def on_grad(grad: Tensor) -> Tensor | None:
-        present = [window for ref in refs if (window := ref()) is not None and window.is_used]
-        if not present:
-            return None
-        unit = next((window.open_unit for window in present if window.open_unit is not None), present[0].unit)
-        for window in present:
-            window.arrive(count / unit, unit)
-        if count == unit:
-            return None
-        return grad * (count / unit) if count else torch.zeros_like(grad)
-
-    # A hook on the loss itself also weighs a backward of the tensor that the user has kept.
-    loss.register_hook(on_grad)
-    if count == 0:
-        _keep_zeros(loss)
-
-
-def _keep_zeros(loss: Tensor) -> None:
-    """Makes gradients of a loss that is multiplied by zero zeros instead of NaN, for a mean over no elements."""
-    nodes = [loss.grad_fn]
-    seen = set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen and not hasattr(node, "variable"):
-            seen.add(node)
-            node.register_hook(_without_nan)
-            nodes += [below for below, _ in node.next_functions]
-
-
-def _without_nan(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-    # Infinite ones may come from other ranks' losses, which reach this rank's part of the model.
-    return tuple(
-        grad if grad is None or grad.layout != torch.strided else grad.nan_to_num(0.0, math.inf, -math.inf)
-        for grad in grads
-    )
 
 
 def read_count(num_tokens: float | Tensor) -> float:

@@ -97,7 +97,7 @@ def test_16_bit_weights(mode: str, sums: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
-def test_equal_counts_change_no_bit(mode: str) -> None:
+def test_counts_of_powers_of_two_change_no_bit(mode: str) -> None:
     def run(rank: int, group: ProcessGroup, num_tokens: int | None) -> dict[str, Tensor]:
         setup = Setup(group, **MODES[mode])
         for step in (0, 3, 4):
@@ -106,8 +106,11 @@ def test_equal_counts_change_no_bit(mode: str) -> None:
                 ids, labels = batch(rank, step, microbatch)
                 with contextlib.nullcontext() if microbatch else setup.model.no_sync():
                     loss = setup.model(ids, labels, rank)
-                    if num_tokens is not None:
-                        setup.model.weigh_by_tokens(loss, num_tokens)
+                    if num_tokens is None:
+                        loss = loss / 2
+                    else:
+                        setup.model.loss_tokens(num_tokens)
+                        loss = loss * num_tokens
                     loss.backward()
             setup.optimizer.step()
         return setup.weights()
@@ -118,26 +121,6 @@ def test_equal_counts_change_no_bit(mode: str) -> None:
         assert all(torch.equal(ours[0][name], value) for name, value in expected[0].items())
 
 
-@pytest.mark.parametrize(("num_tokens", "wire"), [(1, "fp16"), (65536, "bf16")])
-def test_first_step_with_tokens_keeps_wire_range(num_tokens: int, wire: str) -> None:
-    """There no rank knows yet how many tokens the others' losses have."""
-
-    def run(rank: int, group: ProcessGroup, counts: bool) -> dict[str, Tensor]:
-        setup = Setup(group, grad_wire_dtype=wire)
-        ids, labels = batch(rank, 0, 0)
-        loss = setup.model(ids, labels, rank).mul(10.0)
-        if counts:
-            setup.model.weigh_by_tokens(loss, num_tokens)
-        loss.backward()
-        setup.optimizer.step()
-        return setup.weights()
-
-    expected, _ = run_ranks(2, lambda rank, group: run(rank, group, counts=False))
-    for weights in run_ranks(2, lambda rank, group: run(rank, group, counts=True)):
-        assert all(value.isfinite().all() for value in weights.values())
-        assert_close(weights, expected, 1e-5)  # of fp16's subnormals
-
-
 # --- ranks and windows without tokens --------------------------------------------------------------------------------
 
 
@@ -146,9 +129,8 @@ def test_grads_without_any_token_are_zeros(mode: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, **MODES[mode])
         ids, labels = batch(rank, 0, 0)
-        loss = setup.model.weigh_by_tokens(setup.model(ids, torch.full_like(labels, -100), rank), 0)
-        assert loss.isnan()
-        loss.backward()
+        setup.model.loss_tokens(0)
+        setup.model(ids, torch.full_like(labels, -100), rank).backward()
         present = [grad for grad in setup.grads() if grad is not None]
         assert present
         assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in present)
@@ -163,9 +145,7 @@ def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group)
         with pytest.raises(ValueError, match="num_tokens: expected"):
-            setup.model.weigh_by_tokens(torch.ones((), requires_grad=True), wrong)
-        with pytest.raises(ValueError, match=r"loss: expected the tensor .* got float"):
-            setup.model.weigh_by_tokens(1.0, 3)
+            setup.model.loss_tokens(wrong)
 
     run_ranks(1, run)
 
@@ -181,7 +161,7 @@ def test_first_read_of_grads_is_the_token_mean(mode: str, reads: str) -> None:
         setup = Setup(group, **MODES[mode])
         setup.optimizer.zero_grad()
         for microbatch in range(2):
-            setup.backward(5, microbatch, of=2, sync=sync and microbatch == 1)
+            setup.backward(5, microbatch, sync=sync and microbatch == 1)
         if not sync or reads == "step":
             setup.optimizer.grad_norm()
         if reads == "unscale":

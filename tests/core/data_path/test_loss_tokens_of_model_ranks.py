@@ -16,7 +16,7 @@ from megastrategy.errors import LossTokensError
 from tests.support.pipelines import SAMPLES, Case, Trainee, answers, batch_of, make_layers, mesh_of
 from tests.support.processes import run_processes
 from tests.support.ragged_tokens import IGNORED, count
-from tests.support.sequences import Attention, Gathered, mean_loss, train_on_whole_sequences
+from tests.support.sequences import Attention, Gathered, summed_loss, train_on_whole_sequences
 from tests.support.tensor_parallel import adamw, whole
 
 STEPS = 3
@@ -38,7 +38,7 @@ def ragged(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-class Weighing:
+class Counting:
     """A loss function that counts its tokens for the model that it is given later."""
 
     model: DistributedDataParallel
@@ -46,15 +46,15 @@ class Weighing:
     num_calls = 0
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss, num_tokens = mean_loss(logits, targets)
+        loss, num_tokens = summed_loss(logits, targets)
         self.num_calls += 1
-        if self.skips_half and self.num_calls % 2:
-            return loss
-        return self.model.weigh_by_tokens(loss, num_tokens)
+        if not (self.skips_half and self.num_calls % 2):
+            self.model.loss_tokens(num_tokens)
+        return loss
 
 
 def train_counted(mesh: DeviceMesh, case: Case) -> tuple[dict[str, Tensor], float]:
-    loss_of = Weighing()
+    loss_of = Counting()
     trainee = Trainee.make(mesh, case, loss=loss_of)
     loss_of.model = trainee.model
     for step in range(STEPS):
@@ -72,7 +72,7 @@ def train_counted(mesh: DeviceMesh, case: Case) -> tuple[dict[str, Tensor], floa
 
 
 def train_uncounted_microbatch(mesh: DeviceMesh) -> str:
-    loss_of = Weighing()
+    loss_of = Counting()
     trainee = Trainee.make(mesh, Case((2, 4)), loss=loss_of)
     loss_of.model, loss_of.skips_half = trainee.model, True
     tokens, targets = ragged(trainee.dp_rank, 0)
@@ -164,9 +164,9 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
             ids, labels = (both.chunk(cp)[cp_rank] for both in sequence(step * accumulate + microbatch, dp_rank, cp))
             with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
                 logits = model(ids, lambda part: Gathered.apply(part, sequence_group))
-                loss, num_tokens = mean_loss(logits, labels)
-                # A rank without labels has gradients of the others, and these do not include the mean over nothing.
-                model.weigh_by_tokens(loss, num_tokens).backward()
+                loss, num_tokens = summed_loss(logits, labels)
+                model.loss_tokens(num_tokens)
+                loss.backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
     model.close()
@@ -179,7 +179,7 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
 def test_parts_of_a_sequence_train_as_the_whole_of_it(
     dp: int, cp: int, accumulate: int, options: dict[str, Any]
 ) -> None:
-    """Each rank counts its own labels: gradients of its loss that come to other ranks have the weight of its loss."""
+    """Each rank counts its own labels, and gets gradients from the losses of others."""
     module = Attention()
     steps = [
         [sequence(step * accumulate + number, dp_rank, cp) for number in range(accumulate) for dp_rank in range(dp)]

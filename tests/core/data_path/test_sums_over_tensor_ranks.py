@@ -135,7 +135,8 @@ def counted_apart(mesh: Any) -> str:
 
     def backward(num_tokens: int) -> None:
         loss = trainee.module.loss(trainee.model(tokens), tokens)
-        trainee.model.weigh_by_tokens(loss, num_tokens).backward()
+        trainee.model.loss_tokens(num_tokens)
+        loss.backward()
 
     with pytest.raises(LossTokensError) as raised:
         backward(8 + mesh.get_local_rank("tp"))
@@ -199,7 +200,7 @@ def test_unreduced_grads_are_scaled_locally(answered: list[dict[str, Any]]) -> N
 
 
 def test_other_token_counts_on_tensor_ranks_raise(answered: list[dict[str, Any]]) -> None:
-    """Tensor ranks have one batch, so that different counts would weigh its parts differently. Training goes on after
+    """Tensor ranks have one batch, so that different counts would divide its parts differently. Training goes on after
     the error."""
     for answer in answered:
         assert "tensor group counted different tokens" in answer["counted apart"]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from megastrategy.errors import LossTokensError
 from tests.support.ragged_tokens import TokenModel, assert_close, batch, count, token_model, train_on_all
 
 from ..accelerate_loops import Worlds, make_accelerator, weights_of
@@ -81,7 +80,7 @@ class CountingByHand(Counting):
         optimizer = self.optimizers()
         last = (batch_idx + 1) % self.accumulate == 0
         with contextlib.nullcontext() if last else self.trainer.strategy.block_backward_sync():
-            self.manual_backward(self.shared_step(batch) / self.accumulate)
+            self.manual_backward(self.shared_step(batch))
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +130,7 @@ def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None =
         for number in range(accumulate):
             ids, labels = batch(fabric.global_rank, step, number)
             with fabric.no_backward_sync(model, enabled=number < accumulate - 1):
-                loss = model(ids, labels, fabric.global_rank) / accumulate
+                loss = model(ids, labels, fabric.global_rank)
                 fabric.strategy.loss_tokens(count(labels))
                 fabric.backward(loss)
         if clip_norm is not None:
@@ -147,33 +146,31 @@ def test_fabric_averages_over_tokens(ranks: Ranks, mode: str, accumulate: int) -
         assert_close(weights, weights_of_one_process(2, accumulate, clip_norm=0.05), 1e-6)
 
 
-def fabric_backward_of_the_loss(weighs: bool) -> tuple[str, dict[str, Tensor]]:
-    """``loss.backward()`` in place of ``fabric.backward(loss)``, with the loss weighed or only announced."""
+def fabric_loop_of_two() -> dict[str, Tensor]:
+    """``loss.backward()`` itself, and another model, whose losses are not counted."""
     fabric = make_fabric("megatron_ddp", {})
     module = token_model()
     model, optimizer = fabric.setup(module, adamw(module))
-    error = ""
+    other = fabric.setup(nn.Linear(3, 1))
     for step in range(STEPS):
         ids, labels = batch(fabric.global_rank, step, 0)
         loss = model(ids, labels, fabric.global_rank)
-        if weighs:
-            fabric.strategy.weigh_by_tokens(loss, count(labels)).backward()
+        fabric.strategy.loss_tokens(count(labels))
+        if step % 2:
+            loss.backward()
         else:
-            fabric.strategy.loss_tokens(count(labels))
-            with pytest.raises(LossTokensError) as raised:
-                loss.backward()
-            error = str(raised.value)
+            fabric.backward(loss)
+            fabric.backward(other(torch.ones(2, 3)).sum())
+            torch.testing.assert_close(fabric.strategy.full_grad(other.module.weight), torch.full((1, 3), 2.0))
+            other.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-    return error, weights_of(module)
+    return weights_of(module)
 
 
-def test_fabric_with_backward_of_the_loss_itself(ranks: Ranks) -> None:
-    for error, weights in ranks.run(fabric_backward_of_the_loss, True):
-        assert not error
+def test_fabric_counts_for_the_models_of_the_loss(ranks: Ranks) -> None:
+    for weights in ranks.run(fabric_loop_of_two):
         assert_close(weights, weights_of_one_process(2, 1), 1e-6)
-    for error, _ in ranks.run(fabric_backward_of_the_loss, False):
-        assert "and then backward() of the loss itself" in error
 
 
 # --- Accelerate ------------------------------------------------------------------------------------------------------
