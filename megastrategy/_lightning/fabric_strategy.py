@@ -307,9 +307,9 @@ class FabricStrategy(_Base):
         self.precision.unscale_gradients(distributed)
         distributed.clip_grad_value_(clip_val)
 
-    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+    def count_tokens(self, num_tokens: float | Tensor) -> None:
         """Counts the tokens over which the loss of the next backward is a sum, for every model that was set up; see
-        :meth:`~megastrategy.DistributedDataParallel.loss_tokens`."""
+        :meth:`~megastrategy.DistributedDataParallel.count_tokens`."""
         announce_tokens(num_tokens, self._models.open())
 
     def full_grad(self, param: Parameter) -> Tensor | None:

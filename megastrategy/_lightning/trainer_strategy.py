@@ -358,10 +358,10 @@ class TrainerStrategy(_Base):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
 
-    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+    def count_tokens(self, num_tokens: float | Tensor) -> None:
         """Counts, in ``training_step`` or before ``manual_backward``, the tokens over which the next loss is a sum.
 
-        See :meth:`~megastrategy.DistributedDataParallel.loss_tokens`. Does nothing outside of a fit, so that a step
+        See :meth:`~megastrategy.DistributedDataParallel.count_tokens`. Does nothing outside of a fit, so that a step
         may be shared with evaluation.
         """
         module = self.lightning_module

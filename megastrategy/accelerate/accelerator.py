@@ -50,7 +50,6 @@ from ..core import (
 from ..data import sampler_of
 from . import checkpoint
 from .ddp_arguments import translated_arguments
-from .loss_tokens import LossTokens
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
     PREPARED,
@@ -62,6 +61,7 @@ from .prepared_model import (
 )
 from .replicas import AcceleratorReplicas
 from .tensor_parallel import check_parallelism, expert_mesh_of, full_state, optimizer_instances, showing_only_ties, wrap
+from .token_counts import TokenCounts
 from .transformers_trainer import wrap_trainer
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
         instances = optimizer_instances(self.parallelism_config)
         self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_arguments, **instances)
-        self._loss_tokens = LossTokens()
+        self._token_counts = TokenCounts()
         self._adapt_scaler()
 
     # --- prepare -----------------------------------------------------------------------------------------------------
@@ -311,20 +311,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+    def count_tokens(self, num_tokens: float | Tensor) -> None:
         """Counts, inside ``accumulate``, the tokens over which the loss of the next ``backward`` is a sum; see
-        :meth:`~megastrategy.DistributedDataParallel.loss_tokens`."""
-        self._loss_tokens.announce(num_tokens, self)
+        :meth:`~megastrategy.DistributedDataParallel.count_tokens`."""
+        self._token_counts.announce(num_tokens, self)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs as accelerate's does; see :meth:`loss_tokens`."""
-        self._loss_tokens.before_backward(loss)
+        """Runs as accelerate's does; see :meth:`count_tokens`."""
+        self._token_counts.before_backward(loss)
         super().backward(loss, **kwargs)
-        self._loss_tokens.after_backward()
+        self._token_counts.after_backward()
 
     def free_memory(self, *objects: Any) -> Any:
         """Forgets all models as accelerate's does."""
-        self._loss_tokens.close()
+        self._token_counts.close()
         return super().free_memory(*objects)
 
     @contextlib.contextmanager

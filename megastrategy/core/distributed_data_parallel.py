@@ -289,7 +289,7 @@ class DistributedDataParallel(TorchDDPByName):
     def microbatch(self, number: int) -> None:
         self.engine.reducer.microbatch = number
 
-    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+    def count_tokens(self, num_tokens: float | Tensor) -> None:
         """Counts the tokens (or samples) over which the next loss of this model is a sum; 0 for none.
 
         Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together,
@@ -396,12 +396,12 @@ class DistributedDataParallel(TorchDDPByName):
 
 def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel], num_losses: int = 1) -> None:
     """Counts the tokens of the next loss of these models, which a framework divides by ``num_losses``; see
-    ``loss_tokens``."""
+    ``count_tokens``."""
     if not torch.is_grad_enabled():  # an evaluation
         return
     for model in models:
         if isinstance(num_tokens, Tensor):
-            model.engine.collectives.wait_for_device(num_tokens.device, "a collective before loss_tokens")
+            model.engine.collectives.wait_for_device(num_tokens.device, "a collective before count_tokens")
         num_tokens = read_count(num_tokens)
         model.engine.backwards.count_loss(num_tokens / num_losses)
 

@@ -35,8 +35,8 @@ _FACTOR = struct.Struct("<d")
 
 _WHY_NOT_COUNTED = (
     "the losses of a pipeline's microbatches are inside of its forward, and so are their backwards. Count the tokens "
-    "of each there: let the loss function call loss_tokens(n), a method of the wrapped model, the Accelerator, and the "
-    "Lightning and Fabric strategies"
+    "of each there: let the loss function call count_tokens(n), a method of the wrapped model, the Accelerator, and "
+    "the Lightning and Fabric strategies"
 )
 
 

@@ -48,7 +48,7 @@ def refuse(mesh: DeviceMesh, case: Case, kind: str, stage: str, expected: dict[s
         nonlocal counted
         counted += kind == "tokens" and is_refused
         if counted % 2:
-            trainee.model.loss_tokens(5)
+            trainee.model.count_tokens(5)
         return loss_of(logits, targets)
 
     is_refused = False

@@ -138,7 +138,7 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     loss.backward(retain_graph=True)
     found["twice"] = message(StageError, loss.backward)
     trainee.optimizer.zero_grad()
-    found["tokens"] = message(LossTokensError, lambda: trainee.model.loss_tokens(5))
+    found["tokens"] = message(LossTokensError, lambda: trainee.model.count_tokens(5))
     found["no target"] = message(StageError, lambda: trainee.model(tokens))
     found["does not divide"] = message(ValueError, lambda: trainee.model(tokens[:6], target=targets[:6]))
     found["differ"] = message(ValueError, lambda: trainee.model(tokens[:4], target=targets))
@@ -381,7 +381,7 @@ SAID = {
     "no_sync": "it was called under no_sync()",
     "accumulates": "no step has used those of the last batch",
     "twice": "backward was called twice",
-    "tokens": "let the loss function call loss_tokens",
+    "tokens": "let the loss function call count_tokens",
     "no target": "pass target, or evaluate under torch.no_grad()",
     "does not divide": "a batch of 6 does not divide into microbatches=4",
     "differ": "first dimensions of [4, 8]",

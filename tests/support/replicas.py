@@ -146,7 +146,7 @@ class Training:
                 outputs = self.model(x, uses_rare=case.uses_rare(self.slot, step))
                 loss = outputs.float().square().mean() / case.microbatches
                 if case.counts_tokens:
-                    self.model.loss_tokens(len(x))
+                    self.model.count_tokens(len(x))
                     loss = outputs.float().square().mean() * len(x)
                 self.scaler.scale(loss).backward()
         for optimizer in self.optimizers:

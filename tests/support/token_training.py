@@ -58,10 +58,10 @@ class Setup:
         ids, labels = batch(self.rank, step, microbatch)
         with contextlib.nullcontext() if sync else self.model.no_sync():
             if counts and microbatch % 2:
-                self.model.loss_tokens((labels != -100).sum())
+                self.model.count_tokens((labels != -100).sum())
             loss = self.model(ids, labels, self.rank)
             if counts and not microbatch % 2:
-                self.model.loss_tokens(count(labels))
+                self.model.count_tokens(count(labels))
             loss.backward()
 
     def step(self, step: int, microbatches: int, *, counts: bool = True) -> None:

@@ -217,7 +217,7 @@ def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.Mon
 
 
 READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
-    "loss_tokens": lambda model: model.loss_tokens(torch.tensor(3)),
+    "count_tokens": lambda model: model.count_tokens(torch.tensor(3)),
     "check_replicas": lambda model: model.check_replicas(),
 }
 

@@ -109,7 +109,7 @@ def test_counts_of_powers_of_two_change_no_bit(mode: str) -> None:
                     if num_tokens is None:
                         loss = loss / 2
                     else:
-                        setup.model.loss_tokens(num_tokens)
+                        setup.model.count_tokens(num_tokens)
                         loss = loss * num_tokens
                     loss.backward()
             setup.optimizer.step()
@@ -129,7 +129,7 @@ def test_grads_without_any_token_are_zeros(mode: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, **MODES[mode])
         ids, labels = batch(rank, 0, 0)
-        setup.model.loss_tokens(0)
+        setup.model.count_tokens(0)
         setup.model(ids, torch.full_like(labels, -100), rank).backward()
         present = [grad for grad in setup.grads() if grad is not None]
         assert present
@@ -145,7 +145,7 @@ def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group)
         with pytest.raises(ValueError, match="num_tokens: expected"):
-            setup.model.loss_tokens(wrong)
+            setup.model.count_tokens(wrong)
 
     run_ranks(1, run)
 

@@ -49,7 +49,7 @@ class Counting:
         loss, num_tokens = summed_loss(logits, targets)
         self.num_calls += 1
         if not (self.skips_half and self.num_calls % 2):
-            self.model.loss_tokens(num_tokens)
+            self.model.count_tokens(num_tokens)
         return loss
 
 
@@ -165,7 +165,7 @@ def train_on_parts(dp: int, cp: int, options: dict[str, Any], accumulate: int) -
             with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
                 logits = model(ids, lambda part: Gathered.apply(part, sequence_group))
                 loss, num_tokens = summed_loss(logits, labels)
-                model.loss_tokens(num_tokens)
+                model.count_tokens(num_tokens)
                 loss.backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()

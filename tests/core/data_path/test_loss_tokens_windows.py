@@ -88,7 +88,7 @@ def test_ranks_agree_to_count_in_first_backward(options: dict[str, Any]) -> None
             model.zero_grad()
             loss = model(torch.ones(2, 4))
             if counts:
-                model.loss_tokens(rank + 1)
+                model.count_tokens(rank + 1)
             loss.backward()
 
     run_ranks(2, lambda rank, group: begin(rank, group, [True, True, True]))
@@ -134,7 +134,7 @@ def drop_final_raw(setup: Setup) -> None:
 
 
 def count_without_a_backward(setup: Setup) -> None:
-    setup.model.loss_tokens(1000)
+    setup.model.count_tokens(1000)
 
 
 def uncounted_step(setup: Setup) -> None:
@@ -164,7 +164,7 @@ def several_uncounted_backwards(setup: Setup) -> None:
 def gradient_by_autograd(setup: Setup) -> None:
     """A loss whose gradients torch.autograd.grad returns is not in the window."""
     ids, labels = batch(setup.rank, 3, 0)
-    setup.model.loss_tokens(100)
+    setup.model.count_tokens(100)
     loss = setup.model(ids, labels, setup.rank)
     torch.autograd.grad(loss, setup.module.twice.weight)
 
@@ -226,7 +226,7 @@ def test_two_optimizers_have_a_token_window_each() -> None:
                 expected = (
                     sum((r + 1) * grad_of(module[name], torch.full((2, 4), 1.0 + r + step)) for r in range(2)) / 3
                 )
-                model.loss_tokens(rank + 1)
+                model.count_tokens(rank + 1)
                 (model(name, x) * (rank + 1)).backward()
                 found = model.full_grad(module[name].layers[0].weight)
                 assert found is not None

@@ -135,7 +135,7 @@ def counted_apart(mesh: Any) -> str:
 
     def backward(num_tokens: int) -> None:
         loss = trainee.module.loss(trainee.model(tokens), tokens)
-        trainee.model.loss_tokens(num_tokens)
+        trainee.model.count_tokens(num_tokens)
         loss.backward()
 
     with pytest.raises(LossTokensError) as raised:

@@ -141,7 +141,7 @@ def train_on_parts() -> dict[str, Tensor]:
     for batch in data:
         with accelerator.accumulate(model):
             loss, num_tokens = part_of_loss(model, batch, accelerator.torch_device_mesh["cp"])
-            accelerator.loss_tokens(num_tokens)
+            accelerator.count_tokens(num_tokens)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()

@@ -40,7 +40,7 @@ class LitAttention(pl.LightningModule):
         mesh = self.device_mesh["context_parallel"]
         self.seen.append(batch[0][0].chunk(mesh.size())[mesh.get_local_rank()].tolist())
         loss, num_tokens = part_of_loss(self.model, batch, mesh)
-        self.trainer.strategy.loss_tokens(num_tokens)  # its own, of its part
+        self.trainer.strategy.count_tokens(num_tokens)  # its own, of its part
         self.log("labels", float(num_tokens), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
 

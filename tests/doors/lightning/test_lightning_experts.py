@@ -212,7 +212,7 @@ class Ragged(LitExperts):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss, num_tokens = loss_of_some(self.model, batch)
-        self.trainer.strategy.loss_tokens(num_tokens)  # type: ignore[attr-defined] # ours
+        self.trainer.strategy.count_tokens(num_tokens)  # type: ignore[attr-defined] # ours
         return loss
 
 

@@ -54,7 +54,7 @@ class Counting(pl.LightningModule):
 
     def shared_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, labels = batch
-        self.trainer.strategy.loss_tokens((labels != -100).sum())
+        self.trainer.strategy.count_tokens((labels != -100).sum())
         loss: Tensor = self.model(ids, labels, self.global_rank)
         return loss
 
@@ -131,7 +131,7 @@ def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None =
             ids, labels = batch(fabric.global_rank, step, number)
             with fabric.no_backward_sync(model, enabled=number < accumulate - 1):
                 loss = model(ids, labels, fabric.global_rank)
-                fabric.strategy.loss_tokens(count(labels))
+                fabric.strategy.count_tokens(count(labels))
                 fabric.backward(loss)
         if clip_norm is not None:
             fabric.clip_gradients(model, optimizer, max_norm=clip_norm)
@@ -155,7 +155,7 @@ def fabric_loop_of_two() -> dict[str, Tensor]:
     for step in range(STEPS):
         ids, labels = batch(fabric.global_rank, step, 0)
         loss = model(ids, labels, fabric.global_rank)
-        fabric.strategy.loss_tokens(count(labels))
+        fabric.strategy.count_tokens(count(labels))
         if step % 2:
             loss.backward()
         else:
@@ -198,7 +198,7 @@ def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool
             ids, labels = batch(rank, step, number)
             with accelerator.accumulate(model):
                 loss = model(ids, labels, rank)
-                accelerator.loss_tokens(count(labels))
+                accelerator.count_tokens(count(labels))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.05)

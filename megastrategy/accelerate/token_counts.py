@@ -1,4 +1,4 @@
-"""``accelerator.loss_tokens(n)``: averages by tokens, on any number of processes.
+"""``accelerator.count_tokens(n)``: averages by tokens, on any number of processes.
 
 In one process accelerate does not wrap models, and neither does this. A model whose losses are counted there gets an
 engine that sends nothing and shards nothing: it divides the gradients that the user's own optimizer steps with.
@@ -28,7 +28,7 @@ _CONFIG = DistributedDataParallelConfig(
 )
 
 
-class LossTokens:
+class TokenCounts:
     """Counts the tokens of one Accelerator's losses."""
 
     def __init__(self) -> None:
