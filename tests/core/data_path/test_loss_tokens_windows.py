@@ -165,7 +165,7 @@ def gradient_by_autograd(setup: Setup) -> None:
     """A loss whose gradients torch.autograd.grad returns is not in the window."""
     ids, labels = batch(setup.rank, 3, 0)
     setup.model.count_tokens(100)
-    loss = setup.model(ids, labels, setup.rank)
+    loss = setup.module(ids, labels, setup.rank)
     torch.autograd.grad(loss, setup.module.twice.weight)
 
 
