@@ -7,14 +7,13 @@ parameter by itself as whole parameters by their owners; any other one is refuse
 from .classification import Sharding, sharding_of
 from .element_state import describe_undividable, is_per_element
 from .group_classes import GroupClasses
-from .identity import check_fp32_state, check_main_param_steps
+from .identity import check_main_param_steps
 from .values import NotClassifiedError
 
 __all__ = [
     "GroupClasses",
     "NotClassifiedError",
     "Sharding",
-    "check_fp32_state",
     "check_main_param_steps",
     "describe_undividable",
     "is_per_element",

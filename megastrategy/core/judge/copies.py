@@ -15,7 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,8 @@ class Copies:
         finally:
             self._is_guarded = self._has_functions
 
-    def run(
-        self,
-        inputs: Inputs,
-        make: Callable[[Tensor], Tensor] = Parameter,
-        absent: Collection[tuple[Place, int]] = (),
-    ) -> Run:
-        """Steps a copy on tensors that ``make`` returns; ``absent``: parameters and steps without a gradient.
+    def run(self, inputs: Inputs, make: Callable[[Tensor], Tensor] = Parameter) -> Run:
+        """Steps a copy on tensors that ``make`` returns.
 
         Raises:
             NotClassifiedError: if a step raised, communicated or reached the model.
@@ -138,7 +133,7 @@ class Copies:
             with guard if self._is_guarded else contextlib.nullcontext(), torch.set_grad_enabled(make is not as_it_is):
                 for step in range(1, len(next(iter(inputs.values())))):
                     for place, param in params.items():
-                        param.grad = None if (place, step) in absent else grads[place][step]
+                        param.grad = grads[place][step]
                     run.optimizer.step()
                 if callable(getattr(run.optimizer, "train", None)):
                     for name in ("eval", "train") if callable(getattr(run.optimizer, "eval", None)) else ():
@@ -178,7 +173,9 @@ class Copies:
         copied.param_groups = []
         for number in sorted({number for number, _ in params}):
             tensors = [param for place, param in params.items() if place[0] == number]
-            copied.param_groups.append({**self.options_of(number, memo), "params": tensors})
+            options = {name: value for name, value in optimizer.param_groups[number].items() if name != "params"}
+            options = _deep_copy(options, memo, f"an option of parameter group {number}")
+            copied.param_groups.append({**options, "params": tensors})
             if self._makes_state:
                 copied.state.update(self._state_of(optimizer.param_groups[number], tensors))
             _raise_lr(copied.param_groups[-1])
@@ -186,30 +183,13 @@ class Copies:
             train()  # Schedule-Free does not step in evaluation
         return copied
 
-    def options_of(self, number: int, memo: dict[int, Any] | None = None) -> dict[str, Any]:
-        """Returns a copy of a group's options."""
-        options = {name: value for name, value in self._optimizer.param_groups[number].items() if name != "params"}
-        memo = dict(self._shared) if memo is None else memo
-        copied: dict[str, Any] = _deep_copy(options, memo, f"an option of parameter group {number}")
-        return copied
-
     def _state_of(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Returns state of these tensors as the constructor makes it; otherwise like that of the first that has some,
-        with one number everywhere."""
+        """Returns state of these tensors as the constructor makes it; none if it refuses these options."""
         names = inspect.signature(type(self._optimizer)).parameters.keys() & (group.keys() - {"params"})
-        with contextlib.suppress(Exception):  # whatever an unknown constructor raises, there is other state
+        with contextlib.suppress(Exception):  # whatever an unknown constructor raises, it makes no state
             made = type(self._optimizer)(list(tensors), **copy.deepcopy({name: group[name] for name in names}))
-            if made.state:
-                return dict(made.state)
-        states = ((key, values) for key, values in self._optimizer.state.items() if isinstance(key, Tensor) and values)
-        key, values = next(states, (None, {}))
-
-        def like(tensor: Tensor, value: Any) -> Any:
-            if isinstance(value, Tensor) and key is not None and value.dim() > 0 and value.shape == key.shape:
-                return torch.full_like(tensor, value.flatten()[0].item(), dtype=value.dtype)
-            return copy.deepcopy(value)
-
-        return {tensor: {name: like(tensor.detach(), value) for name, value in values.items()} for tensor in tensors}
+            return dict(made.state)
+        return {}
 
 
 def as_it_is(tensor: Tensor) -> Tensor:

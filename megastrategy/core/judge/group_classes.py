@@ -4,20 +4,17 @@
 A test is valid for options of one kind: numbers of one sign, and the same flags and words. A ``weight_decay`` of zero
 lets LARS pass, which takes no norm then; set by hand, by a schedule or by a loaded state, each rank would take the
 norms of its own shards, and nothing would show it. So options are compared before each step, by identity first, and an
-unknown kind is classified once. Options that the steps themselves change (Schedule-Free's ``k``) were not set: they
-have the values of the first test in a later one.
+unknown kind is classified once. Options that the steps themselves change (Schedule-Free's ``k``) are not compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from .classification import GroupClass, Sharding, classify, kind_of_options
-from .copies import Copies
 from .values import NotClassifiedError, kind
 
 
@@ -38,7 +35,6 @@ class GroupClasses:
         self._dtype = dtype
         self._sharding = sharding
         self._classes: list[GroupClass] = []
-        self._first: list[dict[str, Any]] = []  # by group, its options when it was classified first
         self._seen: list[dict[str, Any]] = []  # by group, options that may be set, as they were at the last check
         self._known: set[Any] = set()  # the number of a group, and a kind that was classified
         self.update()
@@ -78,73 +74,46 @@ class GroupClasses:
         """
         groups = self._optimizer.param_groups
         # By identity, in every step: nearly always nothing was set.
-        new = [
+        later = [
             number
-            for number, group in enumerate(groups)
-            if number >= len(self._seen) or not all(group.get(name) is it for name, it in self._seen[number].items())
+            for number, seen in enumerate(self._seen)
+            if not all(groups[number].get(name) is value for name, value in seen.items())
         ]
-        new = [number for number in new if not self._is_known(number)]
-        if not new:
-            return
-        optimizer = self._as_first_seen() if self._classes else self._optimizer
-        classes = classify(optimizer, self._device, self._dtype, self._sharding)
-        self._check(new, classes)
-        for number in new:
-            if number < len(self._first):
-                self._known.add((number, kind(self._set_later(number))))
-            else:
-                self._begin(groups[number], classes[number])
+        unknown = [number for number in later if (number, kind(self._set_later(number))) not in self._known]
+        if unknown or len(groups) > len(self._seen):
+            classes = classify(self._optimizer, self._device, self._dtype, self._sharding)
+            self._check(unknown, classes)
+            for number in range(len(self._seen), len(groups)):
+                self._classes.append(classes[number])
+                self._seen.append(self._settable(number))
+                later.append(number)
+        for number in later:
+            self._seen[number] = self._set_later(number)
+            self._known.add((number, kind(self._seen[number])))
 
-    def _as_first_seen(self) -> Optimizer:
-        """Returns the optimizer with options as when a group was first seen, but those that were set since."""
-        again = object.__new__(type(self._optimizer))
-        again.__dict__.update(self._optimizer.__dict__)
-        again.param_groups = [
-            {**self._first[number], **self._set_later(number), "params": group["params"]}
-            if number < len(self._classes) and self._classes[number].is_tested
-            else group
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
-        return again
-
-    def _begin(self, group: Mapping[str, Any], found: GroupClass) -> None:
-        number = len(self._classes)
-        self._classes.append(found)
-        # A copy: what a step counts in place must begin there again.
-        self._first.append(Copies(self._optimizer).options_of(number) if found.is_tested else {})
-        settable = {name for name, _ in kind_of_options(group)} - found.changed_options if found.is_tested else set()
-        self._seen.append({name: group[name] for name in group if name in settable})
-        self._known.add((number, kind(self._set_later(number))))
+    def _settable(self, number: int) -> dict[str, Any]:
+        group = self._optimizer.param_groups[number]
+        one = self._classes[number]
+        names = {name for name, _ in kind_of_options(group)} - one.changed_options if one.is_tested else set()
+        return {name: value for name, value in group.items() if name in names}
 
     def _set_later(self, number: int) -> dict[str, Any]:
-        group = self._optimizer.param_groups[number]
-        return {name: group[name] for name in self._seen[number] if name in group}
+        return {name: self._optimizer.param_groups[number].get(name) for name in self._seen[number]}
 
-    def _is_known(self, number: int) -> bool:
-        if number >= len(self._seen) or (number, kind(self._set_later(number))) not in self._known:
-            return False
-        self._seen[number] = {name: self._optimizer.param_groups[number].get(name) for name in self._seen[number]}
-        return True
-
-    def _check(self, new: list[int], classes: list[GroupClass]) -> None:
+    def _check(self, unknown: list[int], classes: list[GroupClass]) -> None:
+        """Raises NotClassifiedError if a group is refused, or cannot be stepped as it is divided."""
         for number, found in enumerate(classes):
             reason = found.reason if found.way == "refused" else ""
-            if (
-                not reason
-                and number < len(self._classes)
-                and (self._classes[number].way, found.way) == ("flat", "whole")
-            ):
+            if number < len(self._classes) and (self._classes[number].way, found.way) == ("flat", "whole"):
                 reason = f"it then needs whole parameters, which are divided into flat shards ({found.reason})"
             if reason:
-                raise NotClassifiedError(f"{self._changes(new)}parameter group {number}: {reason}")
+                raise NotClassifiedError(f"{self._changes(unknown)}parameter group {number}: {reason}")
 
-    def _changes(self, new: list[int]) -> str:
-        """Returns in words which options have another kind; "" for new groups."""
+    def _changes(self, unknown: list[int]) -> str:
+        """Returns in words which options have another kind; "" if none has."""
         said = dict[str, None]()  # in order, and once: often all groups are set alike
-        for number in new:
-            if number < len(self._first):
-                first = self._first[number]
-                for name, value in self._set_later(number).items():
-                    if kind(value) != kind(first.get(name)):
-                        said[f"{name}={value!r}, which was {first.get(name)!r} when it was wrapped"] = None
+        for number in unknown:
+            for name, value in self._set_later(number).items():
+                if kind(value) != kind(self._seen[number][name]):
+                    said[f"{name}={value!r}, which was {self._seen[number][name]!r} before"] = None
         return f"with {' and '.join(said)}: " if said else ""

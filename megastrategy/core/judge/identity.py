@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -125,37 +125,3 @@ def check_main_param_steps(optimizer: Optimizer) -> None:
     check_identity(optimizer)
     with isolated(params[0].device):
         check_asked(optimizer, Copies(optimizer), {(0, 0): torch.ones(3, 6, 10, device=params[0].device)})
-
-
-def check_fp32_state(optimizer: Optimizer, dtypes: Collection[torch.dtype]) -> None:
-    """Checks that the optimizer's constructor made nothing in the 16-bit ``dtypes`` that is not state of a weight.
-
-    Beside fp32 main params it would stay as it is: in bf16 a count ends at 256, and a sum where the next term is less
-    than its rounding. A tensor in ``state[param]`` becomes fp32. Options are the user's, whatever their dtype.
-
-    Raises:
-        NotClassifiedError: if it did.
-    """
-    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for what, value in _made_by_constructor(optimizer) if dtypes else ():
-        for item, _ in members(value):
-            if isinstance(item, Tensor) and item.dtype in dtypes and id(item) not in ids:
-                dtype = str(item.dtype).removeprefix("torch.")
-                raise NotClassifiedError(f"{what} has {dtype} tensors, which would stay in 16 bits")
-
-
-def _made_by_constructor(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yields names in words and values of all but options and the tensors in the state of each parameter."""
-    for name in attributes_of(optimizer):
-        yield f"its attribute {name!r}", vars(optimizer)[name]
-    for number, group in enumerate(optimizer.param_groups):
-        # Options have defaults; an entry without one was made by the constructor, or by a scheduler.
-        for name in group.keys() - optimizer.defaults.keys() - {"params"}:
-            yield f"entry {name!r} of parameter group {number}", group[name]
-    for key, state in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            yield f"state {key!r}", state  # nothing says which main param it should follow
-            continue
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                yield f"state {name!r} of a parameter", value

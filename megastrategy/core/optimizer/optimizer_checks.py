@@ -10,7 +10,6 @@ from ..judge import (
     GroupClasses,
     NotClassifiedError,
     Sharding,
-    check_fp32_state,
     check_main_param_steps,
     sharding_of,
 )
@@ -42,12 +41,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine, sharding: 
 
 
 def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Raises OptimizerNotShardableError if it cannot step the fp32 main params that the model has."""
-    dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
+    """Raises OptimizerNotShardableError if it cannot step the fp32 main params of whole weights."""
+    if engine.layout.num_shards > 1 or not any(spec.has_main_param for spec in engine.layout.params):
+        return
     try:
-        if dtypes and engine.layout.num_shards == 1:
-            check_main_param_steps(optimizer)
-        check_fp32_state(optimizer, dtypes)
+        check_main_param_steps(optimizer)
     except NotClassifiedError as reason:
         raise OptimizerNotShardableError(
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "

@@ -73,20 +73,14 @@ class ByPlace(Simple):
 
 
 class CountsParameters(SignSGD):
-    """Divides the rate by how many parameters have, or lack, a gradient."""
-
-    has_gradient = True
+    """Divides the rate by how many parameters have a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        count = sum((p.grad is not None) == self.has_gradient for g in self.param_groups for p in g["params"])
+        count = len(list(stepped(self)))
         for group in self.param_groups:
             group["lr"] = 0.1 / (1 + count)
         super().step()
-
-
-class CountsMissing(CountsParameters):
-    has_gradient = False
 
 
 class SkipsIfAnyIsNaN(SignSGD):
@@ -96,13 +90,6 @@ class SkipsIfAnyIsNaN(SignSGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not any(bool(param.grad.isnan().any()) for param in stepped(self) if param.grad is not None):
             super().step()
-
-
-class NaNToMean(SignSGD):
-    """Looks at other elements only for those whose own gradient is NaN."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        param.sub_(torch.where(grad.isnan(), grad.nanmean(), grad).nan_to_num(), alpha=group["lr"])
 
 
 class ActsOnNegative(SignSGD):
@@ -175,7 +162,6 @@ ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
     (optimizers.Patient, "whole", "an element changes"),
     (optimizers.CountsCalls, "whole", "an element changes"),
     (SumsItsState, "whole", "an element changes"),
-    (NaNToMean, "whole", "an element changes"),
     (ActsOnNegative, "whole", "an element changes"),
     (ListsParameters, "whole", "an element changes"),
     (torch.optim.Adafactor, "whole", "it keeps state"),
@@ -189,7 +175,6 @@ ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
     (SkipsIfAnyIsNaN, "refused", OTHERS),
     (ByPlace, "refused", PARTS),
     (CountsParameters, "refused", "an option or attribute becomes another"),
-    (CountsMissing, "refused", "a parameter changes where others have no gradient"),
     (InBatches, "refused", PARTS),
     (Noisy, "refused", "an element changes"),
     (optimizers.KeepsOwn, "refused", "it keeps state 'calls', which belongs to no parameter"),
