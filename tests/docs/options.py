@@ -27,7 +27,7 @@ Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page 
 | `megastrategy launch` | a key under `megatron_ddp_config:`, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
 | a plain loop | a field of `DistributedDataParallelConfig(bucket_size=1_000_000)` |
 
-torch DDP's own names [are accepted](../coming_from.md#from-torch-ddp) if there is an equivalent here. Any other name is
+torch DDP's own names [are accepted](../coming_from/torch_ddp.md) if there is an equivalent here. Any other name is
 refused, and so are options that contradict each other:
 
 ```python
