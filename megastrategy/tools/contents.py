@@ -194,7 +194,7 @@ def _entries(section: str, value: Any, seen: dict[int, str], owner: str = "") ->
     """Yields the tensors anywhere in nested containers, each named by its way."""
     if isinstance(value, Tensor):
         shared_with = ""
-        # tensors of directories and of safetensors' headers have no memory to compare
+        # tensors of directories have no memory to compare
         if value.device.type != "meta" and value.nbytes:
             place = value.data_ptr()  # not the storage: weights of a recurrent layer on CUDA share one, side by side
             shared_with = seen.get(place, "")

@@ -1,8 +1,7 @@
 """Folders that ``Accelerator.save_state`` and ``transformers.Trainer`` leave: several files that are one checkpoint.
 
-The weights are found by the names of their files. Of safetensors only the header is read, by its format, so that no
-package is needed for it. Files of random state and of training arguments contain objects: they are listed by name
-and size.
+The weights are found by the names of their files. Files of random state and of training arguments contain objects:
+they are listed by name and size.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..core import CheckpointError, is_directory_checkpoint
@@ -28,20 +26,6 @@ _WEIGHTS = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?\.(?:saf
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
 _MAIN_PARAMS = f"{MAIN_PARAMS_KEY}.bin"
 _TRAINER = "trainer_state.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +83,7 @@ def read_weights_file(path: Path) -> Parts:
     """The parts of a safetensors file, or of the index of several files in one folder. Raises CheckpointError if a file
     is broken or missing."""
     is_index = path.name.endswith(".index.json")
-    weights = _weights(path, trust=False) if is_index else dict(_header_of(path))
+    weights = _weights(path, trust=False) if is_index else _mapped(path)
     return Parts(path, "file", "safetensors", models={"": weights})
 
 
@@ -114,7 +98,7 @@ def _weights(file: Path, trust: bool) -> Mapping[str, Any]:
         if missing:
             raise CheckpointError(f"{file} names {missing[0]}, which is not there: download or copy it, too")
         return {name: value for part in names for name, value in _weights(file.parent / part, trust).items()}
-    content = dict(_header_of(file)) if file.suffix == ".safetensors" else read_object(file, trust)
+    content = _mapped(file) if file.suffix == ".safetensors" else read_object(file, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, not weights by name")
     return content
@@ -127,34 +111,19 @@ def _optimizer(file: Path, trust: bool) -> dict[str, Any]:
     return dict(content)
 
 
-def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in the header of a safetensors file, on the "meta" device.
-
-    The file begins with eight bytes, the length of a JSON header. The header has offsets of data from its end.
-    """
+def _mapped(file: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file. Their data is mapped, and not read."""
     try:
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            # Of a file that has none, these bytes are any number, and as many would be asked of memory.
-            if length > file.stat().st_size:
-                what = describe_file(file) or "is no file of safetensors, or is cut off: check the path"
-                raise CheckpointError(f"{file} {what}")
-            header = content.read(length)
-        entries = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-        tensors = {
-            name: torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{file} is no file of safetensors, or is cut off: {error!r}") from error
-    # the header comes first, so a file that was cut off still has it whole
-    size = file.stat().st_size
-    expected_size = 8 + length + end
-    if size < expected_size:
-        raise CheckpointError(f"{file} is cut off: it has {size:,} bytes of {expected_size:,}")
-    yield from tensors.items()
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f"{file} is a file of safetensors: pip install safetensors to read it") from error
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except SafetensorError as error:
+        what = describe_file(file) or f"is no file of safetensors, or is cut off: {error}"
+        raise CheckpointError(f"{file} {what}") from error
+    return tensors
 
 
 def _json(file: Path) -> dict[str, Any]:
