@@ -3,9 +3,9 @@
 [Note: what is copied]
 A copy is an object of the same class, made without its constructor, which may ask for more, register hooks, or make
 state of the model's parameters. Its attributes and options are deep copies, so that what a step counts is counted
-there. Parameters, modules and process groups are not copied: a step that uses one is stopped before it reads or writes
-it. State begins empty, as the constructor leaves it. Where a step counts on state that the constructor made, the
-constructor makes it for the copy's tensors too.
+there. The model's parameters, and modules in attributes, are not copied: a step that uses one is stopped before it
+reads or writes it. State begins empty, as the constructor leaves it. Where a step counts on state that the constructor
+made, the constructor makes it for the copy's tensors too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from .isolation import Guard
-from .values import NotClassifiedError, StoppedError, describe_error, leaves, members
+from .values import NotClassifiedError, StoppedError, describe_error, leaves
 
 NUM_STEPS = 12
 """RAdam's first five steps are not yet its own, and some optimizers take a norm at every eighth or tenth."""
 FALLBACK_LR = 1e-2
 """The learning rate of a copy whose group has a rate of zero, as at the start of a warm-up."""
-_MOST_LEAVES = 20_000
 
 Place = tuple[int, int]
 """The number of a group, and of a parameter in it."""
@@ -95,15 +92,11 @@ class Copies:
         self._model_params = [param for group in optimizer.param_groups for param in group["params"]]
         self._makes_state = False
         self._is_guarded = True
-        self._has_functions = False  # which may lead to the model
-        self._shared: dict[int, Any] = {id(param): param for param in self._model_params}
-        for name in attributes_of(optimizer):
-            for number, (value, _) in enumerate(members(vars(optimizer)[name])):
-                if number > _MOST_LEAVES:
-                    raise NotClassifiedError(f"its attribute {name!r} leads to too many objects to be copied")
-                if isinstance(value, Parameter | Module | ProcessGroup | DeviceMesh):
-                    self._shared[id(value)] = value
-                self._has_functions |= callable(value) or isinstance(value, Parameter)
+        attributes = [vars(optimizer)[name] for name in attributes_of(optimizer)]
+        # these may lead to the model
+        self._has_functions = any(callable(value) or isinstance(value, Parameter) for value in leaves(attributes))
+        modules = [value for value in attributes if isinstance(value, Module)]
+        self._shared: dict[int, Any] = {id(value): value for value in (*self._model_params, *modules)}
 
     def run_first(self, inputs: Inputs) -> Run:
         """Does as :meth:`run`, with state as the constructor makes it if a step needs that, and guards the model."""
@@ -128,37 +121,23 @@ class Copies:
         grads = {place: values.clone().unbind() for place, values in inputs.items()}  # a step may write them
         run = Run(self._copy_onto(params), params)
         guard = Guard(self._model_params)
-        what = "a step of a copy"
         try:
             with guard if self._is_guarded else contextlib.nullcontext(), torch.set_grad_enabled(make is not as_it_is):
                 for step in range(1, len(next(iter(inputs.values())))):
                     for place, param in params.items():
                         param.grad = grads[place][step]
                     run.optimizer.step()
-                if callable(getattr(run.optimizer, "train", None)):
-                    for name in ("eval", "train") if callable(getattr(run.optimizer, "eval", None)) else ():
-                        what = f"its {name}()"
-                        self._change_mode(run, name)
+                has_modes = all(callable(getattr(run.optimizer, name, None)) for name in ("eval", "train"))
+                for name in ("eval", "train") if has_modes else ():
+                    with torch.no_grad():
+                        getattr(run.optimizer, name)()
+                    run.modes.append({place: param.detach().clone() for place, param in run.params.items()})
         except Exception as error:  # whatever an unknown optimizer raises, it is an answer
             if not guard.reason:
-                raise NotClassifiedError(f"{what} raised {describe_error(error)}") from error
+                raise NotClassifiedError(f"a step of a copy raised {describe_error(error)}") from error
         if guard.reason:  # also if the step caught the error
             raise StoppedError(guard.reason)
         return run
-
-    def _change_mode(self, run: Run, name: str) -> None:
-        before = [*map(repr, _numbers(run))]
-        weights = {place: param.detach().clone() for place, param in run.params.items()}
-        with torch.no_grad():
-            getattr(run.optimizer, name)()
-        run.modes.append({place: param.detach().clone() for place, param in run.params.items()})
-        is_moved = any(not torch.equal(weights[place], param) for place, param in run.modes[-1].items())
-        if (
-            is_moved
-            and all(value.isfinite().all() for value in weights.values())
-            and before == [*map(repr, _numbers(run))]
-        ):
-            raise NotClassifiedError(f"its {name}() moves weights, and no option or attribute says that it did")
 
     def _copy_onto(self, params: Mapping[Place, Tensor]) -> Optimizer:
         optimizer = self._optimizer
@@ -209,7 +188,3 @@ def _raise_lr(group: dict[str, Any]) -> None:
     lr = group.get("lr")
     if isinstance(lr, Tensor | float | int) and float(lr) == 0:
         group["lr"] = lr + (float(group.get("initial_lr", 0)) or FALLBACK_LR)
-
-
-def _numbers(run: Run) -> list[Any]:
-    return [value for value in run.kept_elsewhere() if not isinstance(value, Tensor)]

@@ -2,21 +2,22 @@
 
 [Note: traces of a classification]
 While copies are stepped, the process's generators of random numbers are seeded, the same on every rank, and put back
-at the end. This thread calls none of torch's global hooks, which count, log or prune for the user's own steps, and its
-prints are dropped. Logging and warnings are off for the whole process meanwhile, and compiled functions run as they are
-written: an update that its optimizer compiles would otherwise be compiled for each shape. What a step changes in
-globals, closures and classes is not put back.
+at the end. torch's global hooks, which count, log or prune for the user's own steps, are taken off. Prints, logging and
+warnings are off for the whole process meanwhile, and compiled functions run as they are written: an update that its
+optimizer compiles would otherwise be compiled for each shape. What a step changes in globals, closures and classes is
+not put back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ def isolated(device: torch.device) -> Iterator[None]:
     with _LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(_seeded(device))
         stack.enter_context(_without_global_hooks())
-        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
@@ -70,36 +71,16 @@ def _seeded(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Keeps torch's global hooks from being called by this thread. A step may call its base's, which calls them too."""
-    thread = threading.get_ident()
-
-    def skipped(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
-
+    """Takes torch's global hooks off. A step may call its base's, which calls them too."""
     registries: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     originals = [dict(hooks) for hooks in registries]
     for hooks in registries:
-        hooks.update({number: skipped(hook) for number, hook in hooks.items()})
+        hooks.clear()
     try:
         yield
     finally:
         for hooks, before in zip(registries, originals, strict=True):
-            hooks.update({number: hook for number, hook in before.items() if number in hooks})
-
-
-class _Muted:
-    """A stream that drops what the thread that made it writes."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        is_dropped = self._stream is None or threading.get_ident() == self._thread
-        return len(text) if is_dropped else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+            hooks.update(before)
 
 
 class Guard(TorchDispatchMode):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import functools
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,12 +51,8 @@ def _items(value: Any) -> list[tuple[Any, bool]] | None:
     if isinstance(value, Tensor):
         names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None
         return None if names is None else [(getattr(value, name), False) for name in names]
-    if isinstance(value, functools.partial):
-        return [(value.func, False), (value.args, False), (value.keywords, False)]
-    if isinstance(value, types.MethodType):
-        return [(value.__self__, False)]
     is_of_a_library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    if isinstance(value, type | Module | Optimizer) or (is_of_a_library and type(value) is not types.SimpleNamespace):
+    if is_of_a_library or isinstance(value, type | Module | Optimizer):
         return None
     inner = getattr(value, "__dict__", None)
     return [(item, False) for item in inner.values()] if isinstance(inner, dict) else None
@@ -75,9 +69,6 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _same_leaf(one: Any, other: Any) -> bool:
-    if type(one).__module__ == "numpy":
-        one = torch.as_tensor(one) if hasattr(one, "dtype") else one
-        other = torch.as_tensor(other) if hasattr(other, "dtype") else other
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _same_tensor(one, other)
     if type(one) is not type(other):

@@ -114,14 +114,6 @@ class InBatches(Simple):
                 param.sub_(param.grad / scale, alpha=0.1)
 
 
-class KeepsFunction(Simple):
-    """Keeps what no file can hold."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["next"] = lambda: 1
-        param.sub_(grad / grad.norm(), alpha=0.1)
-
-
 class ListsParameters(optimizers.Lamb):
     """Keeps a list of its parameters, for a ``zero_grad`` of its own."""
 
@@ -179,7 +171,6 @@ ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
     (Noisy, "refused", "an element changes"),
     (optimizers.KeepsOwn, "refused", "it keeps state 'calls', which belongs to no parameter"),
     (optimizers.SecondDerivatives, "refused", "raised RuntimeError: element 0 of tensors does not require grad"),
-    (KeepsFunction, "refused", "its state cannot be saved"),
     (optimizers.NeedsClosure, "refused", "missing 1 required positional argument: 'closure'"),
     (Idle, "refused", "change no parameter of group 0: a step() without a closure has to"),
     (torch.optim.LBFGS, "refused", "missing 1 required positional argument: 'closure'"),
