@@ -241,6 +241,9 @@ class Replicas:
 
         One that comes back trains its first batch without effect, and goes on with the others' next one, also if that
         is in another epoch: ``set_epoch`` of the loader's sampler is called. Collective by the batches' steps.
+
+        Raises:
+            ValueError: if an epoch ends between the microbatches of a step.
         """
         window: list[T] = []  # since the last step
         is_there = False
@@ -253,12 +256,9 @@ class Replicas:
                 window.append(batch)
                 steps = self.step
                 queue = [batch]
-                is_last = getattr(loader, "end_of_dataloader", False)
                 while queue:
                     self.dropped = self.healed = False
                     batch = queue.pop(0)
-                    if is_last:  # a loader of accelerate, which ends a window of microbatches here
-                        loader.end_of_dataloader = not queue  # type: ignore[attr-defined]
                     yield batch
                     if self.dropped:
                         self.restore()
@@ -272,6 +272,11 @@ class Replicas:
                 if self.healed:
                     is_there = False
                     break
+        if self._is_open:
+            raise ValueError(
+                f"epoch {self.epoch} ended within a step, whose batches a failure in the next epoch would lose: step "
+                "with its last batch too, or make the number of batches a multiple of those of a step"
+            )
         self.epoch += 1
         self.batch = 0
 

@@ -234,11 +234,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Prepares as accelerate's does.
 
-        All replicas divide the loader, if there are several; with ``in_replica`` only the processes of this one, for an
-        evaluation.
+        Of several replicas the processes of this one divide the loader, for an evaluation, which ``in_replica`` says.
 
         Raises:
-            ValueError: for a loader whose sampler divides the samples itself.
+            ValueError: for a loader whose sampler divides the samples itself, or with replicas without ``in_replica``.
         """
         if sampler_of(data_loader) is not None:
             raise ValueError(
@@ -247,17 +246,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "accelerator.register_for_checkpointing(sampler). On the same number of processes "
                 "DataLoaderConfiguration(use_stateful_dataloader=True) resumes with any sampler"
             )
-        if self._replicas.divides(data_loader) and not in_replica:
-            return self._replicas.prepare_data_loader(data_loader, device_placement)
+        if not in_replica and not getattr(data_loader, "_is_accelerate_prepared", False):
+            self._replicas.refuse(
+                "a prepared DataLoader",
+                "leave that of the training out of prepare(), build it with DistributedSampler(dataset, "
+                "**replicas.sampler_ranks(accelerator.num_processes, accelerator.process_index)), and move its batches "
+                "to accelerator.device. Prepare that of an evaluation by prepare_data_loader(loader, in_replica=True)",
+            )
         return super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skips as accelerate's does.
 
         Raises:
-            ValueError: if replicas divide the loader.
+            ValueError: with replicas.
         """
-        self._replicas.check_is_whole(dataloader, "skip_first_batches()", "set replicas.batch, which skips as many")
+        self._replicas.refuse("skip_first_batches()", "set replicas.batch, which skips as many")
         return super().skip_first_batches(dataloader, num_batches)
 
     @property
@@ -279,11 +283,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares as accelerate's does, and finds the optimizer that the scheduler was built on inside of ours."""
+        if not isinstance(scheduler, AcceleratedScheduler):
+            self._replicas.refuse(
+                "a prepared schedule",
+                "leave it out of prepare(), call accelerator.register_for_checkpointing(schedule), and step it if "
+                "accelerator.sync_gradients",
+            )
         prepared = super().prepare_scheduler(scheduler)
         known = PREPARED.sharded(getattr(scheduler, "optimizer", None))
         if isinstance(prepared, AcceleratedScheduler) and known is not None:
             prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
-        return prepared if prepared is scheduler else self._replicas.schedule(prepared)
+        return prepared
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Registers as accelerate's does, and for a replica that comes back."""
@@ -485,12 +495,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Gathers as accelerate's does."""
         self._enter("accelerator.gather()")
         return super().gather(*args, **kwargs)
-
-    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Gathers as accelerate's does."""
-        way_out = "prepare it by accelerator.prepare_data_loader(loader, in_replica=True), or use accelerator.gather()"
-        self._replicas.check_is_whole(self.gradient_state.active_dataloader, "gather_for_metrics()", way_out)
-        return super().gather_for_metrics(*args, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces as accelerate's does, with its defaults."""

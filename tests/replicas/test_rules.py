@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.utils.data import DataLoader
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, Replicas
+from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
 from megastrategy.errors import ReplicaMismatchError
 from tests.support.replicas import SKEW_S, run_in_replicas
 
@@ -88,3 +92,47 @@ def test_contradicting_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         with pytest.raises(ValueError, match=message):
             Replicas(**{"of": 2, "slot": 0, "lighthouse": "http://localhost:1", **options})  # type: ignore[arg-type]
+
+
+def end_within_a_step(address: str) -> str:
+    """Both replicas train one epoch of two windows, and then one that ends within a window."""
+    replicas, model, optimizer = make(address, [dist.new_group([rank]) for rank in range(2)])
+
+    def train_an_epoch(num_batches: int) -> None:
+        for number in replicas.batches(range(num_batches)):
+            with contextlib.nullcontext() if number % 2 else model.no_sync():
+                model(torch.ones(2, 3)).square().mean().backward()
+            if number % 2:
+                optimizer.step()
+
+    train_an_epoch(4)
+    assert (replicas.step, replicas.epoch) == (2, 1)
+    with pytest.raises(ValueError, match="ended within a step") as error:
+        train_an_epoch(3)
+    replicas.close()
+    model.close()
+    return str(error.value)
+
+
+def test_epoch_that_ends_within_a_step_is_refused() -> None:
+    for (message,) in run_in_replicas(end_within_a_step, 1):
+        assert "epoch 1 ended within a step" in message
+
+
+def test_accelerators_own_division_is_refused() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    replicas = Replicas(2, 0, lighthouse="http://localhost:1")
+    accelerator = Accelerator(cpu=True, megatron_ddp_plugin=MegatronDDPPlugin(replicas=replicas))
+    loader = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type] # a sequence is a dataset
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1)
+    for call, message in (
+        (lambda: accelerator.prepare(loader), r"a prepared DataLoader.*replicas\.sampler_ranks.*in_replica=True"),
+        (lambda: accelerator.prepare(schedule), r"a prepared schedule.*register_for_checkpointing"),
+        (lambda: accelerator.skip_first_batches(loader, 1), r"skip_first_batches\(\).*replicas\.batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    prepared = accelerator.prepare_data_loader(loader, in_replica=True)
+    assert [batch.tolist() for batch in prepared] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    AcceleratorState._reset_state(reset_partial_state=True)
