@@ -17,7 +17,9 @@ import importlib.metadata
 import io
 import logging
 import math
+import statistics
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.optimizer_libraries import LIBRARIES, Library, release
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
+from megastrategy.core.judge.classification import classify
 
 NUM_RANKS = 2
 _NUM_STEPS = 6
@@ -323,6 +326,30 @@ def _said(error: Exception) -> str:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
+def classification_ms(library: Library, name: str) -> float:
+    """Returns the CPU time of the test at the wrap, in milliseconds; NaN if the optimizer cannot be built here."""
+    try:
+        optimizer = _make(library, name)(_model().parameters())
+    except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, nothing is tested
+        return math.nan
+    start = time.process_time()
+    classify(optimizer, torch.device("cpu"), torch.float32)
+    return (time.process_time() - start) * 1e3
+
+
+def print_times(libraries: Iterable[Library]) -> None:
+    """Prints the time of the test at the wrap, by library that is installed, and over all."""
+    all_ms: list[float] = []
+    for library in libraries:
+        found = {name: classification_ms(library, name) for name in (library.names if library.version else ())}
+        built = {name: ms for name, ms in found.items() if not math.isnan(ms)}
+        all_ms += built.values()
+        for name in sorted(built, key=built.__getitem__)[-1:]:
+            median = statistics.median(built.values())
+            click.echo(f"{library.package}: {len(built)}, median {median:.1f} ms, most {built[name]:.0f} ms ({name})")
+    click.echo(f"all: {len(all_ms)}, median {statistics.median(all_ms or [math.nan]):.1f} ms of one core")
+
+
 def rows_of(library: Library) -> Iterator[str]:
     """Lines of the table, as they are found."""
     version = library.version
@@ -372,10 +399,14 @@ def _quiet_and_uncompiled() -> Iterator[None]:
 
 @click.command(help="Tries optimizers of many libraries under torch DDP and here, and prints a table of the results.")
 @click.option("--library", "packages", multiple=True, type=click.Choice([library.package for library in LIBRARIES]))
+@click.option("--times", is_flag=True, help="Prints the time of the test at the wrap instead, by library.")
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="The page to write, with all libraries.")
-def main(*, packages: tuple[str, ...], write: Path | None) -> None:
+def main(*, packages: tuple[str, ...], times: bool, write: Path | None) -> None:
     """The command."""
     click.get_current_context().with_resource(_quiet_and_uncompiled())
+    if times:
+        print_times([library for library in LIBRARIES if not packages or library.package in packages])
+        return
     rows: list[str] = []
     missing = []
     for library in LIBRARIES:

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -156,18 +156,17 @@ class Copies:
             options = _deep_copy(options, memo, f"an option of parameter group {number}")
             copied.param_groups.append({**options, "params": tensors})
             if self._makes_state:
-                copied.state.update(self._state_of(optimizer.param_groups[number], tensors))
+                copied.state.update(self._state_of(copied.param_groups[-1]))
             _raise_lr(copied.param_groups[-1])
         if callable(train := getattr(copied, "train", None)):
             train()  # Schedule-Free does not step in evaluation
         return copied
 
-    def _state_of(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Returns state of these tensors as the constructor makes it; none if it refuses these options."""
+    def _state_of(self, group: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Returns state of a group's tensors as the constructor makes it; none if it refuses the options."""
         names = inspect.signature(type(self._optimizer)).parameters.keys() & (group.keys() - {"params"})
         with contextlib.suppress(Exception):  # whatever an unknown constructor raises, it makes no state
-            made = type(self._optimizer)(list(tensors), **copy.deepcopy({name: group[name] for name in names}))
-            return dict(made.state)
+            return dict(type(self._optimizer)([copy.copy(group)], **{name: group[name] for name in names}).state)
         return {}
 
 

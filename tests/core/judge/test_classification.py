@@ -210,6 +210,30 @@ def test_groups_are_classified_one_by_one() -> None:
     assert classes[1].num_kept == {2: 1}
 
 
+class KeepsItsKind(Simple):
+    """Notes in the state of each parameter, when it is constructed, how it is stepped, as Muon's reference does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            is_by_row = group.get("kind", "by row") == "by row"
+            for param in group["params"]:
+                if is_by_row and param.dim() != 2:
+                    raise ValueError("only matrices have rows")
+                self.state[param]["is_by_row"] = is_by_row
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if state["is_by_row"]:
+            grad = grad / (grad.norm(dim=1, keepdim=True) + 1e-8)
+        param.sub_(grad, alpha=group["lr"])
+
+
+def test_state_of_the_constructor_is_that_of_the_group() -> None:
+    groups = [{"params": params((9, 4))}, {"params": params((5,)), "kind": "by element"}]
+    classes = classify(KeepsItsKind(groups), CPU, torch.float32)
+    assert [one.way for one in classes] == ["whole", "flat"], classes
+
+
 def test_scalars_are_tested_as_the_tensor_that_joins_them() -> None:
     """A norm of one scalar is the scalar itself, and one of their run is not; state of shape () may be a counter."""
     assert found(optimizers.LambWithMoments(params((), ()))).way == "whole"
