@@ -21,7 +21,7 @@ from ..core import (
 from .prepared_model import PREPARED
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from accelerate import Accelerator
 
 _CONFIG = DistributedDataParallelConfig(
     use_distributed_optimizer=False, use_contiguous_buffers=False, overlap_grad_reduce=False
