@@ -272,7 +272,7 @@ class Replicas:
                 if self.healed:
                     is_there = False
                     break
-        if self._is_open:
+        if window and self._is_open:
             raise ValueError(
                 f"epoch {self.epoch} ended within a step, whose batches a failure in the next epoch would lose: step "
                 "with its last batch too, or make the number of batches a multiple of those of a step"
