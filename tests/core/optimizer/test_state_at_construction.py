@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import make_collectives
-from megastrategy.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.prepared_optimizers import CountsOnState, Prepared
@@ -130,43 +129,3 @@ def test_it_equals_plain_torch_with_fp32_main_params(
     results = run_ranks(size, run)
     assert_equal(results[0], expected)
     assert_same_tensors(results[-1][0], expected[0])
-
-
-def in_attribute(optimizer: Any, params: list[Tensor]) -> None:
-    optimizer.sums = [torch.zeros_like(param) for param in params]
-
-
-def in_group(optimizer: Any, params: list[Tensor]) -> None:
-    optimizer.param_groups[0]["count"] = params[0].new_zeros(())
-
-
-def in_list_of_state(optimizer: Any, params: list[Tensor]) -> None:
-    for param in params:
-        optimizer.state[param]["sums"] = [torch.zeros_like(param)]
-
-
-class KeepsSums(torch.optim.SGD):
-    """Has made them when it is constructed, by ``make``, in the dtype of its parameters."""
-
-    def __init__(self, params: Any, make: Callable[[Any, list[Tensor]], None], **options: Any) -> None:
-        super().__init__(params, lr=0.02, **options)
-        make(self, self.param_groups[0]["params"])
-
-
-@pytest.mark.parametrize(
-    ("make", "where", "sharded"),
-    [
-        (in_attribute, "its attribute 'sums' has bfloat16 tensors", True),
-        (in_group, "entry 'count' of parameter group 0 has bfloat16 tensors", False),
-        (in_list_of_state, "state 'sums' of a parameter has bfloat16 tensors", True),
-    ],
-)
-def test_state_staying_in_16_bits_is_refused(
-    make: Callable[[Any, list[Tensor]], None], where: str, sharded: bool
-) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = make_collectives(group, torch.device("cpu"))
-        with pytest.raises(OptimizerNotShardableError, match=f"KeepsSums cannot .*{where}.*autocast"):
-            Ours(lambda params: KeepsSums(params, make), torch.bfloat16, sharded, collectives=collectives)
-
-    run_ranks(2, run)
