@@ -11,14 +11,15 @@ medians of these ends align the clocks. Elsewhere clocks are used as they are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..core import EventKind
-from .timeline import ModelEvents, RankEvents, average, evaluations_of, overlap_ns, spans_of
+from .timeline import ModelEvents, RankEvents, evaluations_of, overlap_ns, spans_of
 
-Kind = Literal["straggler", "input-bound", "link-bound", "compute-bound"]
+Kind = Literal["unsteady", "straggler", "input-bound", "link-bound", "compute-bound"]
 
 NOTABLE_SHARE = 0.1
 """The smallest part of the time from which a training counts as bound by input or communication."""
@@ -28,16 +29,22 @@ LAST_SHARE = 2 / 3
 """The part of buckets in which a straggler is the last, at least; in as many every second of two equal ranks is."""
 FEWEST_LAUNCHES = 6
 """Fewer than these tell nothing of who is late."""
+UNSTEADY_SHARE = 0.5
+"""The part of the median step by which the middle half of the steps may differ; beyond it, a second run would name
+another cause."""
+FEWEST_STEPS = 4
+"""Fewer than these have no middle half."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """The measurements of one rank, in milliseconds a step.
+    """The measurements of one rank, in milliseconds a step, for tables, pictures and verdicts.
 
     Attributes:
         rank: its number.
-        period_ms: from the start of a step to the start of the next, evaluations left out.
-        input_ms: of it, waiting for the next batch.
+        periods_ms: of each step from its start to the start of the next, evaluations left out. A single recorded step
+            counts to its own end.
+        input_ms: of the mean, waiting for the next batch.
         gradients_ms: of it, waiting for gradients.
         parameters_ms: of it, waiting for new weights.
         launches: when it launched the reduction of a bucket, and when that ended (None if the backend does not report
@@ -45,15 +52,24 @@ class RankTimes:
     """
 
     rank: int
-    period_ms: float
+    periods_ms: Sequence[float]
     input_ms: float
     gradients_ms: float
     parameters_ms: float
     launches: Mapping[int, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
 
     @property
+    def period_ms(self) -> float:
+        return statistics.fmean(self.periods_ms)
+
+    @property
     def exposed_ms(self) -> float:
         return self.gradients_ms + self.parameters_ms
+
+    @property
+    def exposed_share(self) -> float:
+        """The part of a step, from 0 to 1, that waits for communication."""
+        return self.exposed_ms / self.period_ms if self.period_ms > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +106,10 @@ def verdict_of(ranks: Sequence[RankTimes]) -> Verdict:
     slowest_input = max(ranks, key=lambda rank: rank.input_ms)
     exposed_ms = statistics.fmean(rank.exposed_ms for rank in ranks)
     late = lateness(ranks)
-    # First, as the others' waiting for a straggler looks like a slow link.
+    unsteady = _unsteady(ranks)
+    if unsteady is not None:
+        return Verdict("unsteady", unsteady, late)
+    # Before the link, as the others' waiting for a straggler looks like a slow link.
     if late is not None and _is_straggler(late, period_ms):
         return Verdict("straggler", _straggler(late, ranks), late)
     if slowest_input.input_ms >= NOTABLE_SHARE * period_ms and slowest_input.input_ms >= exposed_ms:
@@ -117,6 +136,27 @@ def verdict_of(ranks: Sequence[RankTimes]) -> Verdict:
     own_ms = max(0.0, period_ms - exposed_ms - slowest_input.input_ms)
     sentence = f"compute-bound: of {period_ms:.1f} ms a step {own_ms:.1f} are the rank's own work{waits}"
     return Verdict("compute-bound", sentence, late)
+
+
+def _unsteady(ranks: Sequence[RankTimes]) -> str | None:
+    """Says by how much steps differ, if it is too much for a verdict."""
+    widest = max(ranks, key=lambda rank: _middle_half(rank)[1] - _middle_half(rank)[0])
+    low, high = _middle_half(widest)
+    if high - low <= UNSTEADY_SHARE * statistics.median(widest.periods_ms):
+        return None
+    return (
+        f"unsteady: the middle half of the steps of rank {widest.rank} took {low:.1f} to {high:.1f} ms, and a second "
+        f"run may be bound by something else; in the mean {widest.exposed_ms:.1f} of {widest.period_ms:.1f} ms wait for "
+        f"communication and {widest.input_ms:.1f} for input. Record more steps (--steps), or leave the machine alone"
+    )
+
+
+def _middle_half(rank: RankTimes) -> tuple[float, float]:
+    """Returns the quartiles of a rank's steps, in milliseconds; twice 0 of fewer than :data:`FEWEST_STEPS`."""
+    if len(rank.periods_ms) < FEWEST_STEPS:
+        return 0.0, 0.0
+    low, _, high = statistics.quantiles(rank.periods_ms, n=4, method="inclusive")
+    return low, high
 
 
 def lateness(ranks: Sequence[RankTimes]) -> Lateness | None:
@@ -171,18 +211,19 @@ def _straggler(late: Lateness, ranks: Sequence[RankTimes]) -> str:
 def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
     """Returns a verdict's input for one model on one rank, which has made a whole step."""
     steps = model.steps
-    mean = average(steps)
-    within = (steps[0].start_ns, steps[-1].start_ns)
-    period_ms = mean.step_ms
+    periods_ms = [step.alone_ms for step in steps]
     input_ms = 0.0
     # A single step does not show the time between two.
     if len(steps) > 1:
         evaluations = evaluations_of(spans_of(model.events))
-        evaluated_ns = overlap_ns(within, evaluations)
-        loaded_ns = overlap_ns(within, rank.loads)
+        within = [(step.start_ns, following.start_ns) for step, following in itertools.pairwise(steps)]
+        periods_ms = [(end - start - overlap_ns((start, end), evaluations)) / 1e6 for start, end in within]
+        loaded_ns = overlap_ns((steps[0].start_ns, steps[-1].start_ns), rank.loads)
         loaded_ns -= sum(overlap_ns(evaluation, rank.loads) for evaluation in evaluations)
-        period_ms = (within[1] - within[0] - evaluated_ns) / 1e6 / (len(steps) - 1)
-        input_ms = loaded_ns / 1e6 / (len(steps) - 1)
+        input_ms = loaded_ns / 1e6 / len(periods_ms)
+    counted = steps[: len(periods_ms)]
+    gradients_ms = statistics.fmean(step.exposed_gradients_ns for step in counted) / 1e6
+    parameters_ms = statistics.fmean(step.exposed_parameters_ns for step in counted) / 1e6
     spans = sorted(spans_of(model.events), key=lambda span: span.launched_ns)
     reduced = [span for span in spans if span.kind is EventKind.REDUCE_START]
     offset_ns = rank.clock_offset_ns
@@ -190,7 +231,7 @@ def rank_times(rank: RankEvents, model: ModelEvents) -> RankTimes:
         number: (span.launched_ns + offset_ns, span.end_ns + offset_ns if span.has_run_times else None)
         for number, span in enumerate(reduced)
     }
-    return RankTimes(rank.rank, period_ms, input_ms, mean.exposed_gradients_ms, mean.exposed_parameters_ms, launches)
+    return RankTimes(rank.rank, periods_ms, input_ms, gradients_ms, parameters_ms, launches)
 
 
 def models_of(ranks: Sequence[RankEvents]) -> list[list[tuple[RankEvents, ModelEvents]]]:

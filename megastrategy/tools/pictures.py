@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import EventKind
-from .timeline import Lane, ModelEvents, RankEvents, Span, Step, average, evaluations_of, spans_of
+from .bottlenecks import rank_times
+from .timeline import Lane, ModelEvents, RankEvents, Span, Step, evaluations_of, spans_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,8 +57,8 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
         _draw_pale(axis, rank.loads, _LOADING, offset_ns, end_ns - start_ns)
         _draw_pale(axis, evaluations, _EVALUATION, offset_ns, end_ns - start_ns)
         _draw(axis, spans_of(model.events), offset_ns, end_ns - start_ns)
-        axis.set_title(_title(rank.rank, model.steps), loc="left", fontsize=9)
-    axes[-1].set_xlabel("ms")
+        axis.set_title(_title(rank, model), loc="left", fontsize=9)
+    axes[-1].set_xlabel("time, ms")
     patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
     patches.append(Patch(color=_LOADING, label="data loading"))
     patches.append(Patch(color=_EVALUATION, label="evaluation"))
@@ -85,13 +86,13 @@ def _draw_pale(axis: Axes, intervals: Iterable[tuple[int, int]], color: str, off
             axis.broken_barh([(start_ns / 1e6, (end_ns - start_ns) / 1e6)], (1, 0.9), facecolors=color)
 
 
-def _title(rank: int, steps: Sequence[Step]) -> str:
-    if not steps:
-        return f"rank {rank}"
-    times = average(steps)
+def _title(rank: RankEvents, model: ModelEvents) -> str:
+    if not model.steps:
+        return f"rank {rank.rank}"
+    times = rank_times(rank, model)
     return (
-        f"rank {rank}: {times.step_ms:.1f} ms a step, {times.exposed_ms:.1f} ms exposed communication "
-        f"({times.exposed_share:.1%}), over {times.num_steps} steps"
+        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait for communication (red, "
+        f"{times.exposed_share:.1%}); {len(model.steps)} steps"
     )
 
 

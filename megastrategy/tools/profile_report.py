@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.table import Table
 
-from .bottlenecks import models_of
+from .bottlenecks import models_of, rank_times
 from .pictures import plot
 from .rendering import new_table, size
-from .timeline import ModelEvents, RankEvents, average, bucket_times
+from .timeline import ModelEvents, RankEvents, bucket_times
 
 
 def has_steps(ranks: Sequence[RankEvents]) -> bool:
@@ -47,25 +47,21 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
     """Yields steps by rank, and rank 0's buckets, of every model that has made a whole step."""
     several = any(len(rank.models) > 1 for rank in ranks)
     for number, models in enumerate(models_of(ranks)):
-        models_by_rank = [(rank.rank, model) for rank, model in models]
-        yield _steps_table(models_by_rank, f"model {number}" if several else "")
+        yield _steps_table(models, f"model {number}" if several else "")
         yield ""
-        yield _buckets_table(*models_by_rank[0])
+        first, model = models[0]
+        yield _buckets_table(first.rank, model)
 
 
-def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:
-    columns = ("rank", "steps", "step ms", "exposed ms", "of it gradients", "parameters", "exposed share")
+def _steps_table(models: Sequence[tuple[RankEvents, ModelEvents]], title: str) -> Table:
+    """The times that the verdict is found by, with the same definition of a step."""
+    columns = ("rank", "steps", "step ms", "input ms", "exposed ms", "gradients", "parameters", "exposed")
     table = new_table(title, *columns)
     for rank, model in models:
-        mean = average(model.steps)
-        exposed = (mean.exposed_ms, mean.exposed_gradients_ms, mean.exposed_parameters_ms)
-        table.add_row(
-            str(rank),
-            str(mean.num_steps),
-            f"{mean.step_ms:.2f}",
-            *(f"{milliseconds:.2f}" for milliseconds in exposed),
-            f"{mean.exposed_share:.1%}",
-        )
+        times = rank_times(rank, model)
+        parts = (times.period_ms, times.input_ms, times.exposed_ms, times.gradients_ms, times.parameters_ms)
+        cells = (f"{milliseconds:.2f}" for milliseconds in parts)
+        table.add_row(str(rank.rank), str(len(model.steps)), *cells, f"{times.exposed_share:.1%}")
     return table
 
 

@@ -145,7 +145,7 @@ def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
     return table
 
 
-_TEXT = ("", "name", "parameter", "state", "shape", "dtype", "optimizer state", "loads with", "how")
+_TEXT = ("", "name", "parameter", "ranks", "state", "shape", "dtype", "optimizer state", "loads with", "how")
 """The columns that are no numbers."""
 
 

@@ -8,7 +8,7 @@ A step begins with the first forward that trains, or with a backward if no forwa
 before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and work
 between steps (data loading, validation, logging) is not. Microbatches that are accumulated belong to the step that uses
 them. A plain optimizer, which may step after an all-reduce, has no events: the synchronised backward counts as its
-step.
+step. The reported time of a step is that until the next begins, evaluations left out (``bottlenecks.rank_times``).
 """
 
 from __future__ import annotations
@@ -80,30 +80,9 @@ class Step:
     evaluation_ns: int = 0
 
     @property
-    def step_ms(self) -> float:
+    def alone_ms(self) -> float:
+        """Its time without the work between steps; what a step takes of a run is the time until the next begins."""
         return (self.end_ns - self.start_ns - self.evaluation_ns) / 1e6
-
-    @property
-    def exposed_ms(self) -> float:
-        return (self.exposed_gradients_ns + self.exposed_parameters_ns) / 1e6
-
-
-@dataclasses.dataclass(frozen=True)
-class Average:
-    """Averages over steps; ``exposed_share`` is the part, from 0 to 1, of the steps' time that was spent waiting."""
-
-    num_steps: int
-    step_ms: float
-    exposed_gradients_ms: float
-    exposed_parameters_ms: float
-
-    @property
-    def exposed_ms(self) -> float:
-        return self.exposed_gradients_ms + self.exposed_parameters_ms
-
-    @property
-    def exposed_share(self) -> float:
-        return self.exposed_ms / self.step_ms if self.step_ms > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,17 +243,6 @@ def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
             trained_until_ns = span.end_ns
         goes_on = is_evaluation
     return evaluations
-
-
-def average(steps: Sequence[Step]) -> Average:
-    """Averages steps. Raises ValueError for no steps."""
-    if not steps:
-        raise ValueError("no whole step was recorded")
-    gradients_ms, parameters_ms = (
-        statistics.fmean(ns) / 1e6
-        for ns in zip(*((step.exposed_gradients_ns, step.exposed_parameters_ns) for step in steps), strict=True)
-    )
-    return Average(len(steps), statistics.fmean(step.step_ms for step in steps), gradients_ms, parameters_ms)
 
 
 def bucket_times(model: ModelEvents) -> list[BucketTimes]:

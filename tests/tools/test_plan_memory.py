@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
@@ -23,6 +25,7 @@ from megastrategy.tools.commands import root
 from megastrategy.tools.plan.live_bytes import LiveBytes
 from megastrategy.tools.plan.memory import rank_memory
 from megastrategy.tools.plan.one_step import MeasuredStep, OneStep
+from megastrategy.tools.plan.report import memory_tables
 from megastrategy.tools.plan.scripts import PlanError, measure_script
 from tests.core.properties.test_memory import bytes_of, wide
 from tests.support.data_path import memory_of
@@ -121,6 +124,22 @@ def test_states_equal_a_real_run_to_the_byte(size: int, dtype: torch.dtype, opti
     memory = rank_memory(step)
     assert memory.fixed_bytes == total
     assert memory.grad_bytes == grads
+
+
+def test_table_is_whole_in_80_columns() -> None:
+    """Kinds of which no number of ranks has a byte have no row."""
+    step = planned(2, DistributedDataParallelConfig(), torch.float32)
+    numbers = [2**power for power in range(7)]
+    steps = [dataclasses.replace(step, dp_size=number) for number in numbers]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*memory_tables(steps, 2**20))
+    lines = console.export_text().splitlines()
+    assert [line.split()[1:] for line in lines if line.startswith("ranks")] == [
+        ["1", "2", "4", "8", "16"],
+        ["32", "64"],
+    ]
+    rows = [line.partition("  ")[0] for line in lines if re.match(r"[a-z ]+   ", line)]
+    assert rows == ["ranks", "weights", "gradients", "optimizer", "activations", "total", "left"] * 2
 
 
 @pytest.mark.parametrize(

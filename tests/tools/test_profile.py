@@ -22,9 +22,9 @@ from megastrategy.core import (
     EventKind,
     make_collectives,
 )
-from megastrategy.tools.bottlenecks import verdicts
+from megastrategy.tools.bottlenecks import rank_times, verdicts
 from megastrategy.tools.profiling import Recording
-from megastrategy.tools.timeline import Lane, RankEvents, average, bucket_times, spans_of
+from megastrategy.tools.timeline import Lane, RankEvents, bucket_times, spans_of
 from tests.support.timeouts import HANG_S
 
 from ..support.doubles import DelayingCollectives
@@ -218,7 +218,7 @@ def test_loop_is_profiled_though_it_fails_later(tmp_path: Path) -> None:
         [model] = rank.models
         steps = model.steps
         assert (len(steps), model.num_skipped_steps) == (3, 2)
-        assert f"{average(steps).exposed_share:.1%}" in done.stdout
+        assert f"{rank_times(rank, model).exposed_share:.1%}" in done.stdout
         sizes = [4 * 64 * 64, 4 * 128, 4 * 128, 4 * 128]  # fp32, each tensor a bucket of whole 128s
         told = sorted((times.what, times.count, times.nbytes) for times in bucket_times(model))
         assert told == sorted((what, 3, size) for what in ("reduce", "gather") for size in sizes)
@@ -244,8 +244,8 @@ def test_lightning_script_is_profiled(tmp_path: Path) -> None:
         names = [span.name for span in spans_of(rank.models[0].events)]
         assert [names.count(name) for name in ("backward", "step", "reduce bucket 0", "gather bucket 0")] == [3] * 4
         assert rank.loads
-    for what in ("exposed share", "hidden share", "timeline.png"):
+    for what in ("input ms", "hidden share", "timeline.png"):
         assert what in done.stdout
-    assert len(done.stdout.split("exposed share")[1].splitlines()[1].split()) == 7, "a row of rank 0"
+    assert len(done.stdout.split("exposed\n")[1].splitlines()[0].split()) == 8, "a row of rank 0"
     [verdict] = verdicts(ranks)
     assert done.stdout.splitlines()[-1] == verdict.sentence

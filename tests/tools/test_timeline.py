@@ -14,7 +14,7 @@ import pytest
 from megastrategy.core import Event, EventKind
 from megastrategy.tools.bottlenecks import RankTimes, rank_times, verdict_of, verdicts
 from megastrategy.tools.profile_report import draw
-from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, average, bucket_times, spans_of, steps_of
+from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, bucket_times, spans_of, steps_of
 
 from .test_command import Hides
 
@@ -104,15 +104,15 @@ def test_lane_has_its_spans() -> None:
 
 def test_step_ends_with_its_parameters() -> None:
     [step] = steps_of(one_step())
-    assert (step.step_ms, step.exposed_ms) == (100.0, 23.0)
-    mean = average([step])
-    assert (mean.exposed_gradients_ms, mean.exposed_parameters_ms, mean.exposed_share) == (9.0, 14.0, 0.23)
+    assert step.alone_ms == 100.0
+    times = rank_times(RankEvents(0, []), ModelEvents(one_step()))
+    assert (times.gradients_ms, times.parameters_ms, times.exposed_share) == (9.0, 14.0, 0.23)
 
 
 def test_step_has_its_microbatches() -> None:
     silent = in_order(span(FORWARD, 0, 20, 1), span(BACKWARD, 22, 50))
     [step] = steps_of([*silent, *one_step(after=60)])
-    assert (step.step_ms, average([step]).exposed_share) == (160.0, 23 / 160)
+    assert (step.alone_ms, step.exposed_gradients_ns + step.exposed_parameters_ns) == (160.0, 23 * MS)
 
 
 def test_late_gather_counts_in_the_next_step() -> None:
@@ -126,7 +126,7 @@ def test_late_gather_counts_in_the_next_step() -> None:
     )
     shifted = [Event(e.kind, e.index, e.time_ns + 50 * MS) for e in lazy]  # its gather starts in this step
     first, second = steps_of(sorted([*lazy, *shifted], key=lambda event: event.time_ns))
-    assert (first.step_ms, first.exposed_parameters_ns, second.exposed_parameters_ns) == (40.0, 7 * MS, 7 * MS)
+    assert (first.alone_ms, first.exposed_parameters_ns, second.exposed_parameters_ns) == (40.0, 7 * MS, 7 * MS)
 
 
 def test_step_of_plain_optimizer_ends_with_backward() -> None:
@@ -135,7 +135,7 @@ def test_step_of_plain_optimizer_ends_with_backward() -> None:
         return in_order(span(FORWARD, 0, 10, 1), backward, span(WAIT, 25, 29, 0), after=after)
 
     events = [*microbatch(0, 0), *microbatch(40, 1), *microbatch(100, 0), *microbatch(150, 1)]
-    assert [step.step_ms for step in ModelEvents(events, has_optimizer=False).steps] == [70.0, 80.0]
+    assert [step.alone_ms for step in ModelEvents(events, has_optimizer=False).steps] == [70.0, 80.0]
     assert ModelEvents(events).steps == []
 
 
@@ -156,7 +156,7 @@ def test_bucket_is_hidden_without_a_wait() -> None:
 
 
 def times(rank: int = 0, input_ms: float = 0.0, gradients_ms: float = 0.0, parameters_ms: float = 0.0) -> RankTimes:
-    return RankTimes(rank, 100.0, input_ms, gradients_ms, parameters_ms)
+    return RankTimes(rank, [100.0], input_ms, gradients_ms, parameters_ms)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,18 @@ def test_largest_wait_names_the_verdict(ranks: list[RankTimes], kind: str, says:
     assert "\n" not in verdict.sentence
 
 
+def test_unsteady_run_names_no_cause() -> None:
+    """Nor does one rank's spread pass for the others' waits; an odd step in eight is no spread."""
+    unsteady = RankTimes(1, [60, 80, 100, 120, 140, 160, 180, 200], 0.0, 40.0, 0.0)
+    verdict = verdict_of([times(gradients_ms=60), unsteady])
+    assert verdict.kind == "unsteady"
+    assert "the middle half of the steps of rank 1 took 95.0 to 165.0 ms" in verdict.sentence
+    steady = RankTimes(1, [100.0] * 7 + [500.0], 0.0, 40.0, 0.0)
+    assert verdict_of([times(gradients_ms=60), steady]).kind == "link-bound"
+    few = RankTimes(1, [60.0, 200.0, 400.0], 0.0, 40.0, 0.0)
+    assert verdict_of([few]).kind == "link-bound", "too few steps to tell"
+
+
 def launched(late_ms: dict[int, float], *, ranks: int = 4, clock_ms: tuple[float, ...] = (0,) * 4) -> list[RankTimes]:
     """50 launches 100 ms apart; ``late_ms`` by rank, in all but every sixth, where rank 0 is late by 1 ms. Each ends
     20 ms after the last has launched, on clocks that are ``clock_ms`` ahead."""
@@ -189,7 +201,7 @@ def launched(late_ms: dict[int, float], *, ranks: int = 4, clock_ms: tuple[float
             latest = max((late_ms if number % 6 else {0: 1.0}).values(), default=0.0)
             base, ahead = 100 * number, clock_ms[rank]
             launches[number] = round((base + late + ahead) * MS), round((base + latest + 20 + ahead) * MS)
-        found.append(RankTimes(rank, 100.0, 0.0, 30.0 if rank not in late_ms else 1.0, 0.0, launches))
+        found.append(RankTimes(rank, [100.0], 0.0, 30.0 if rank not in late_ms else 1.0, 0.0, launches))
     return found
 
 
@@ -227,7 +239,7 @@ def test_evaluation_counts_nowhere() -> None:
     rank = recorded()
     times = rank_times(rank, rank.models[0])
     # 490 ms from the first step's start to the last one's, less 40; 3 loads of 30 ms, each until a step begins
-    assert times.period_ms == pytest.approx(150.0)
+    assert times.periods_ms == pytest.approx([150.0, 150.0, 150.0])
     assert (times.gradients_ms, times.parameters_ms) == (9.0, 14.0)
     assert times.input_ms == pytest.approx(30.0)
 

@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Column, Table
 
-from ..rendering import size
+from ..rendering import new_table, size
 from .cards import Card
-from .memory import changes, rank_memory
+from .memory import RankMemory, changes, rank_memory
 from .one_step import MeasuredStep
 from .partitions import Plan
 
-_COLUMNS = {
+_ROWS = {
     "weights": "weight_bytes",
     "frozen": "frozen_bytes",
     "gradients": "grad_bytes",
@@ -25,19 +25,15 @@ _COLUMNS = {
     "activations": "activation_bytes",
     "total": "total_bytes",
 }
-"""By column, the attribute of :class:`.RankMemory`."""
+"""By row, the attribute of :class:`.RankMemory`."""
+NUM_COLUMNS = 5
+"""A table of so many numbers of ranks fits 80 characters; more are in another table below."""
 
 
 def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[RenderableType]:
-    """Yields the table by number of ranks, and under it what to change and how it was measured."""
-    columns = (Column(name, justify="right") for name in _COLUMNS)
-    table = Table("ranks", *columns, "", title=f"Bytes of a rank, of {size(device_bytes)}", title_justify="left")
-    for memory in map(rank_memory, steps):
-        free = device_bytes - memory.total_bytes
-        margin = f"{size(free)} left" if free >= 0 else f"{size(-free)} too much"
-        cells = (size(getattr(memory, name)) for name in _COLUMNS.values())
-        table.add_row(f"{memory.dp_size:,}", *cells, f"{memory.verdict(device_bytes)}: {margin}")
-    yield table
+    """Yields the tables by number of ranks, and under them what to change and how it was measured."""
+    for first in range(0, len(steps), NUM_COLUMNS):
+        yield _memory_table([rank_memory(step) for step in steps[first : first + NUM_COLUMNS]], device_bytes)
     for step in steps:
         memory = rank_memory(step)
         if memory.verdict(device_bytes) != "fits":
@@ -52,6 +48,19 @@ def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[
                 "the first iteration to have it counted"
             )
     yield how(steps)
+
+
+def _memory_table(memories: Sequence[RankMemory], device_bytes: int) -> Table:
+    """A column for each number of ranks, and a row for each kind of bytes that one of them has."""
+    table = new_table(f"bytes of a rank, of {size(device_bytes)}", "ranks", *(f"{m.dp_size:,}" for m in memories))
+    for name, attribute in _ROWS.items():
+        sizes = [getattr(memory, attribute) for memory in memories]
+        if any(sizes):
+            table.add_row(name, *map(size, sizes))
+    table.add_row("", *(memory.verdict(device_bytes) for memory in memories))
+    free = [device_bytes - memory.total_bytes for memory in memories]
+    table.add_row("left", *(size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}" for nbytes in free))
+    return table
 
 
 def advice(step: MeasuredStep, device_bytes: int) -> str:
