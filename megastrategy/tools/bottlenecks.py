@@ -146,8 +146,8 @@ def _unsteady(ranks: Sequence[RankTimes]) -> str | None:
         return None
     return (
         f"unsteady: the middle half of the steps of rank {widest.rank} took {low:.1f} to {high:.1f} ms, and a second "
-        f"run may be bound by something else; in the mean {widest.exposed_ms:.1f} of {widest.period_ms:.1f} ms wait for "
-        f"communication and {widest.input_ms:.1f} for input. Record more steps (--steps), or leave the machine alone"
+        f"run may be bound by something else; in the mean {widest.exposed_ms:.1f} of {widest.period_ms:.1f} ms wait "
+        f"for communication and {widest.input_ms:.1f} for input. Record more (--steps), or leave the machine alone"
     )
 
 
