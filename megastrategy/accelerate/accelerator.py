@@ -15,7 +15,9 @@ import collections
 import contextlib
 import inspect
 import itertools
+import logging
 import os
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -124,8 +126,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._replicas = AcceleratorReplicas(self)
         self.expert_mesh = expert_mesh_of(self, self.megatron_ddp_plugin.expert_parallel_size)
         self._unsharded_optimizers = UnshardedOptimizers(self._warn)
-        log = _log.info if self.is_main_process else (lambda line: None)
-        ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, log)
+        ddp_arguments = translated_arguments(self.ddp_handler, self.megatron_ddp_plugin, self._inform)
         instances = optimizer_instances(self.parallelism_config)
         self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_arguments, **instances)
         self._token_counts = TokenCounts()
@@ -211,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if isinstance(optimizer.optimizer, DistributedOptimizer):  # its model may be gone, after an error
                 models = PREPARED.owners(optimizer, "prepare")
                 if len(models) == 1:
-                    PREPARED.shard(optimizer.optimizer, models[0], _log.info)
+                    PREPARED.shard(optimizer.optimizer, models[0], self._inform)
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
         models = PREPARED.owners(optimizer, "prepare")
@@ -221,7 +222,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
         # not placed: the engine has placed its state, and a round trip of the state would be a collective
-        sharded = PREPARED.shard(optimizer, models[0], _log.info)
+        sharded = PREPARED.shard(optimizer, models[0], self._inform)
         return super().prepare_optimizer(sharded, device_placement=False)
 
     def prepare_data_loader(
@@ -299,6 +300,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Registers as accelerate's does, and for a replica that comes back."""
         super().register_for_checkpointing(*objects)
         self._replicas.add("object", *objects)
+
+    def _inform(self, text: str) -> None:
+        """Logs on the main process. By default accelerate's loggers hide this level, and then stderr gets the text."""
+        if not self.is_main_process:
+            return
+        if _log.isEnabledFor(logging.INFO) or logging.getLogger("megastrategy").level != logging.NOTSET:
+            _log.info(text)
+        else:
+            sys.stderr.write(f"{text}\n")
 
     def _warn(self, text: str) -> None:
         if self.is_main_process:

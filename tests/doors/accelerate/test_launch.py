@@ -178,6 +178,7 @@ def test_unmodified_script_equals_ddp(stock: list[dict[str, Any]], tmp_path: Pat
         assert rank["buckets"] > 1
         for name in ("signature", "their signature"):
             assert rank[name] == stock[0][name]
+    assert output.count("megatron_ddp on 2 rank(s): reduce-scatter, sharded optimizer") == 1, "by rank 0, once"
     [said] = [line for line in output.splitlines() if "is not replaced" in line]
     assert "__main__.TheirAccelerator is a subclass" in said
 
