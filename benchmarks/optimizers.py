@@ -40,7 +40,7 @@ from megastrategy.core.judge.classification import classify
 NUM_RANKS = 2
 _NUM_STEPS = 6
 """Steps before a checkpoint, and after it."""
-PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "tried_optimizers.md"
 TIMEOUT = datetime.timedelta(seconds=60)
 CLOSE = 1e-6
 

@@ -37,13 +37,11 @@ class DistributedDataParallel(TorchDDPByName):
         config: the options; None for the defaults.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
             For a module that ``parallelize_module`` has cut, the group of the mesh's data-parallel dimension.
-        collectives: used instead of the group's own (for tests and measurements).
         expert_mesh: the data-parallel ranks in two named dimensions: ranks with the same experts, ranks with different
             ones. Experts are DTensors, ``Shard`` over the second.
         replicas: other jobs that train the same model, and may end and come back: a :class:`megastrategy.Replicas`,
             whose ``attach`` gets this object. The module begins with the same weights in all of them.
         listener: called with every :class:`~megastrategy.core.events.Event`.
-        all_reduce_option: the option by which this object's user selects an all-reduce, for error messages.
         torch_options: torch DDP's arguments, instead of ``config``: ``find_unused_parameters``,
             ``static_graph``, ``broadcast_buffers``, ``bucket_cap_mb`` and similar ones, and ``device_ids`` (by
             position too) with its device.
@@ -76,10 +74,11 @@ class DistributedDataParallel(TorchDDPByName):
         config: DistributedDataParallelConfig | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        collectives: Collectives | None = None,
+        collectives: Collectives | None = None,  # instead of the group's own, for tests and measurements
         listener: Listener | None = None,
         expert_mesh: DeviceMesh | None = None,
         replicas: Any = None,
+        # The door's name of the option that selects an all-reduce, for error messages.
         all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
         **torch_options: Any,
     ) -> None:
