@@ -40,9 +40,8 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["filter.js"]
 html_baseurl = f"{URLS['Documentation']}/"
-copybutton_selector = (
-    "div:not(.highlight-text, .highlight-diff) > div.highlight > pre"  # what is typed, not what it prints
-)
+# What is typed, not what it prints.
+copybutton_selector = "div:not(.highlight-text, .highlight-diff) > div.highlight > pre"
 html_show_sourcelink = False
 
 _name_with_folder = Project.path2doc
