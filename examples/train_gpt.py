@@ -1,9 +1,8 @@
 """Trains a small byte-level GPT on real text with PyTorch Lightning; nothing here is megastrategy's but the strategy.
 
     python examples/train_gpt.py                           # two processes, the reference text that ships with CPython
-    python examples/train_gpt.py --steps 150               # a quarter of the time: `make demo`
     python examples/train_gpt.py --data FILE --steps 2000  # your own text
-    python examples/train_gpt.py --compare                 # the same run under "ddp" too, both loss curves in one PNG
+    python examples/train_gpt.py --steps 100 --compare     # the same run under "ddp" too, both in one PNG: `make demo`
 
 Writes OUT/loss.png, and OUT/STRATEGY/{metrics.csv,best.ckpt,last.ckpt}; losses are in nats a byte.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import re
 import sys
 import time
 import warnings
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -223,30 +224,80 @@ def read_curve(run_dir: Path, column: str) -> dict[int, float]:
         return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
 
 
+def draw_losses(axes: Axes, args: argparse.Namespace, strategies: list[str]) -> None:
+    """The second run is drawn over the first, thin and dark over thick and light."""
+    for strategy, color, width in zip(strategies, ("C1", "black"), (4.0, 1.0), strict=False):
+        for column, name, marker in (("train_loss", "training", ""), ("val_loss", "validation", "o")):
+            curve = read_curve(args.out / strategy, column)
+            look: dict[str, Any] = {
+                "marker": marker,
+                "markersize": 2 + 2 * width,
+                "linewidth": width if not marker else 0,
+            }
+            axes.plot(list(curve), list(curve.values()), color=color, label=f"{strategy}, {name}", **look)
+    axes.set_ylabel("loss, nats a byte")
+    axes.set_title("Both learn the same" if args.compare else "It learns", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_difference(axes: Axes, first: dict[int, float], second: dict[int, float]) -> None:
+    differences = [abs(first[step] - second[step]) for step in first]
+    axes.fill_between(list(first), differences, step="mid", color="C1")
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set(ylim=(0, 1e-1), yticks=(0, 1e-6, 1e-4, 1e-2), xlabel="step", ylabel="difference")
+    # The norm that clips is summed shard by shard under one, and by parameters under the other.
+    axes.set_title(f"Their training losses differ by {max(differences):.0e} at most", fontsize=10)
+
+
+def draw_memory(axes: Axes, table: list[str]) -> None:
+    """``table``: a line of headings, one of megatron_ddp and one of ddp, as the strategy prints them."""
+    names = [line.split()[0] for line in table[1:]]
+    rows = [[float(number.replace(",", "")) for number in re.findall(r"([\d.,]+) MiB", line)] for line in table[1:]]
+    bottom = [0.0] * len(rows)
+    for number, kind in enumerate(("parameters", "gradients", "optimizer")):
+        heights = [row[number] for row in rows]
+        axes.bar(names, heights, bottom=bottom, label=kind, color=f"C{number + 2}", width=0.6)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set(ylabel="MiB of a rank", ylim=(0, 1.25 * max(bottom)))
+    axes.set_title("The optimizer is sharded", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def draw(memory: dict[str, list[str]], args: argparse.Namespace) -> None:
+    """Draws OUT/loss.png. ``memory``: each strategy's table of memory, which torch DDP has none of."""
+    strategies = sorted(memory)  # "ddp" comes first, and is drawn under the other
+    table = next(filter(None, memory.values()), None)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(5, 2), height_ratios=(3, 1))
+    losses = figure.add_subplot(grid[0 if args.compare else slice(None), 0 if table else slice(None)])
+    draw_losses(losses, args, strategies)
+    if args.compare:
+        first, second = (read_curve(args.out / strategy, "train_loss") for strategy in strategies)
+        draw_difference(figure.add_subplot(grid[1, 0], sharex=losses), first, second)
+    else:
+        losses.set_xlabel("step")
+    if table:
+        draw_memory(figure.add_subplot(grid[:, 1]), table)
+    figure.savefig(args.out / "loss.png", dpi=120)
+
+
 @rank_zero_only
 def report(memory: dict[str, list[str]], args: argparse.Namespace) -> None:
-    """Plots the losses, and prints a summary of the fits. ``memory``: each strategy's table of memory."""
+    """Draws the picture, and prints a summary of the fits. ``memory``: each strategy's table of memory."""
     strategies = list(memory)
-    figure = Figure(figsize=(8, 5))
-    axes = figure.subplots()
     losses: list[dict[int, float]] = []
-    for index, strategy in enumerate(strategies):
+    for strategy in strategies:
         run_dir = args.out / strategy
         train_loss, val_loss = read_curve(run_dir, "train_loss"), read_curve(run_dir, "val_loss")
         losses.append(train_loss)
         speed = median(read_curve(run_dir, "tokens/s").values())
-        look: dict[str, Any] = {"color": f"C{index}", "linestyle": "--" if index else "-"}
-        axes.plot(list(train_loss), list(train_loss.values()), alpha=0.5, label=f"{strategy}, training", **look)
-        axes.plot(list(val_loss), list(val_loss.values()), marker="o", label=f"{strategy}, validation", **look)
         print(f"\n{strategy}, {args.devices} rank(s), {args.steps} steps")
         print(f"  training loss    {train_loss[min(train_loss)]:.4f} nats a byte at the first step")
         print(f"  validation loss  {min(val_loss.values()):.4f} nats a byte at the end, on text that was held out")
         print(f"  throughput       {speed:,.0f} tokens/s (median step)")
         print(f"  checkpoint       {run_dir / 'best.ckpt'}")
         print(*memory[strategy], sep="\n")
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="byte-level GPT")
-    axes.legend()
-    figure.savefig(args.out / "loss.png", dpi=120)
+    draw(memory, args)
     if args.compare:
         print(f"\nlargest difference between the training losses of {' and '.join(strategies)}:")
         for num_steps in sorted({min(50, args.steps), args.steps}):
@@ -255,7 +306,7 @@ def report(memory: dict[str, list[str]], args: argparse.Namespace) -> None:
 
     model = GPT.load_from_checkpoint(args.out / args.strategy / "best.ckpt", map_location="cpu").eval()
     print("\nsample:" + model.generate(b"\n\nThe ", 300).decode(errors="replace"))
-    print(f"\nloss curve: {args.out / 'loss.png'}")
+    print(f"\npicture: {args.out / 'loss.png'}")
     print("the one line to change in your own Lightning project:")
     print('  -trainer = Trainer(strategy="ddp", ...)\n  +trainer = Trainer(strategy="megatron_ddp", ...)')
 
