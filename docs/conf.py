@@ -27,6 +27,7 @@ include_patterns = [
     "SECURITY.md",
     "AGENTS.md",
     "benchmarks/README.md",
+    "examples/README.md",
 ]
 myst_heading_anchors = 3
 myst_enable_extensions = ["html_image"]  # the README's picture has a width

@@ -17,7 +17,6 @@ import argparse
 import ast
 import importlib
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -30,10 +29,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 BATCH_SIZE = 96  # over all ranks
 NUM_TRAIN = 15 * BATCH_SIZE  # of the 1,797 images that ship with scikit-learn; the others are for the test

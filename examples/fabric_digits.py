@@ -9,7 +9,6 @@ Writes OUT/STRATEGY/{metrics.csv,best.ckpt}; losses are in nats an image.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from lightning.fabric.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Fabric
 
 NUM_TEST = 360  # of the 1,797 images: a fifth, and even, so that two ranks see each once
 

@@ -11,7 +11,6 @@ Writes OUT/STRATEGY/best.ckpt; losses are in nats an image.
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from pathlib import Path
 
@@ -23,10 +22,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 NUM_TEST = 360  # of the 1,797 images: a fifth, and even, so that two ranks see each once
 BATCH_SIZE = 64  # over all ranks

@@ -10,10 +10,8 @@ gradients of the other one, and raises in the second backward. Losses are in nat
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from itertools import chain
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -21,10 +19,6 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 NOISE, WIDTH, PIXELS = 16, 128, 8 * 8
 BATCH_SIZE = 64  # over all ranks

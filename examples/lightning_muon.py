@@ -11,9 +11,7 @@ keeps its momentum; under "ddp" every process orthogonalises all of them.
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +20,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 PIXELS, WIDTH, DEPTH, DIGITS = 8 * 8, 64, 4, 10
 NUM_TEST = 360  # of the 1,797 images: a fifth, and even, so that two ranks see each once

@@ -12,7 +12,6 @@ Losses are in nats an image. To start anew remove OUT/last.ckpt.
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from pathlib import Path
 
@@ -24,10 +23,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 BATCH_SIZE = 96  # over all ranks: a step sees the same images on 1, 2 and 3 of them
 NUM_TRAIN = 15 * BATCH_SIZE  # of the 1,797 images that ship with scikit-learn; the others are for the test

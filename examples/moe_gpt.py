@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import csv
 import pydoc_data.topics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +26,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 

@@ -10,7 +10,6 @@ machines OUT has to be a folder or a bucket that all of them reach. Losses are i
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from ray.train.torch import TorchTrainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 from megastrategy.ray import RayMegatronDDPStrategy
 

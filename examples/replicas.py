@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -25,8 +24,6 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, Replicas
 

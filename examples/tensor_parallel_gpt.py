@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import pydoc_data.topics
-import sys
 from pathlib import Path
 
 import torch
@@ -32,8 +31,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 

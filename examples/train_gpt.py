@@ -13,7 +13,6 @@ import argparse
 import csv
 import math
 import re
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -30,10 +29,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
-
-import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
 VOCABULARY = 256  # bytes
 HEAD_WIDTH = 32

@@ -160,3 +160,14 @@ def test_trainer_equals_ddp_and_resumes(tmp_path: Path) -> None:
     assert steps == [40, 80, 120]
     assert not (tmp_path / "resumed" / "checkpoint-80").exists(), "trained was only the epoch that was left"
     assert told_right(resumed) > 50
+
+
+# --- lora_transformers.py ---------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_an_adapter(tmp_path: Path) -> None:
+    printed = run_example("lora_transformers.py", "--epochs", "4", cwd=tmp_path, launcher=OURS)
+    [loss] = re.findall(r"mean loss ([\d.]+) nats", printed)
+    assert float(loss) < 5.2, "guessing gives 5.5"
+    adapter = load_file(tmp_path / "runs" / "lora" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 2 * 4, "two matrices for each of four linear layers in two blocks"

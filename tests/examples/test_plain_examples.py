@@ -15,15 +15,37 @@ import torch
 
 from ..support.scripts import Done, run_script
 from ..support.timeouts import HANG_S
-from .launched import EXAMPLES, losses, run_example
+from .launched import EXAMPLES, OURS, losses, run_example
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_clone_is_on_the_path_before_the_import(path: Path) -> None:
-    """Without an installation, and without PYTHONPATH."""
-    if imported := re.search(r"^(from|import) megastrategy", path.read_text(), re.MULTILINE):
-        appended = "sys.path.append(str(Path(__file__).resolve().parents[1]))"
-        assert -1 < path.read_text().find(appended) < imported.start()
+def test_index_has_every_example() -> None:
+    """By its link; the picture of replicas is no example of its own."""
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".ipynb", ".sbatch", ".yaml")]
+    names = {str(path.relative_to(EXAMPLES)) for path in files} - {"replicas_picture.py", "slurm/lighthouse.sbatch"}
+    assert names == set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "most"),
+    [
+        ("with_trainer.py", (), 0.5),
+        ("with_fabric.py", (), 0.5),
+        ("with_accelerate.py", OURS, 0.5),
+        ("with_transformers.py", OURS, 1.5),
+        ("plain_loop.py", (), 0.5),
+    ],
+)
+def test_template_learns(name: str, launcher: tuple[str, ...], most: float, tmp_path: Path) -> None:
+    """Losses begin at the variance of a sum of eight, or near the logarithm of 32; one rank tells of the setup."""
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    done = run_script(EXAMPLES / "templates" / name, cwd=tmp_path, environment=environment, before=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [loss] = re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert float(loss) < most
+    assert (done.stdout + done.stderr).count("megatron_ddp on 2 rank(s)") == (name != "plain_loop.py")
 
 
 # --- train_gpt.py -----------------------------------------------------------------------------------------------------
