@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,34 @@ def test_command_line_page_is_the_commands_help() -> None:
 
 def test_options_page_is_the_docstrings() -> None:
     assert options.PAGE.read_text(encoding="utf-8") == options.page(), "python -m tests.docs.options"
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Every string of a program, with a line break for each value that it fills in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+FILLED_IN = (
+    *("'[^']*'", r"\d+", r"\(4, 4\)", r"layer\.weight", r"torch\.[\w.]+", "epoch=1.ckpt", "__0_0.distcp", "LBFGS"),
+    *("a tensor group", "the reduce-scatter", "tensor rank", r"state_dict\(\)(?= is)", "no gradient(?= in)"),
+    *("DistributedDataParallel", "find_unused_parameters=False"),
+)
+"""What the page has in the place of values."""
+
+
+def test_errors_page_quotes_the_programs_words() -> None:
+    """Runs of two words and more between values are in the package's strings, or in what the page leaves out (...)."""
+    files = (ROOT / "megastrategy").rglob("*.py")
+    strings = "\n".join(text for file in files for text in literals(ast.parse(file.read_text(encoding="utf-8"))))
+    quoted = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "reference" / "errors.md").read_text(), re.DOTALL)
+    between = "|".join((r"\.\.\.", r"\n", r"[.:] ", *FILLED_IN))
+    runs = [run.strip(" .,") for text in quoted for run in re.split(between, text) if len(run.split()) > 1]
+    assert len(runs) > len(quoted)
+    assert [run for run in runs if run not in strings] == []
 
 
 def test_memory_page_has_the_printed_table() -> None:
