@@ -1,6 +1,6 @@
 """The command ``megastrategy``, as ``python -m megastrategy`` for a clone that is not installed."""
 
-from .tools.cli import main
+from .tools.commands import root
 
 if __name__ == "__main__":
-    main()
+    root()

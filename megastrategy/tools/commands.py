@@ -55,7 +55,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
             raise _UnlaunchableError(str(error)) from error
         except ModuleNotFoundError as error:
             # a module that the user's own code lacks is an error of that code, with its traceback
-            extras = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas", "rich": "cli"}
+            extras = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas"}
             extra = extras.get(error.name or "")
             if extra is None:
                 raise
@@ -80,7 +80,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("inspect", cls=Command, example="megastrategy checkpoint inspect last.ckpt")
-@click.argument("path", type=_PATH)
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--depth", type=click.IntRange(min=1), default=1, show_default=True, help="Names are cut after so many dots."
 )

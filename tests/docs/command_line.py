@@ -17,8 +17,8 @@ WIDTH = 100
 _BEGIN = """\
 # Command line
 
-`pip install 'megastrategy[cli]'` installs the command `megastrategy`; `python -m megastrategy` is the same.
-`python -m tests.docs.command_line` writes this page from the commands, and a test fails if it differs.
+The package has the command `megastrategy`; `python -m megastrategy` is the same. `python -m tests.docs.command_line`
+writes this page from the commands, and a test fails if it differs.
 
 | command | guide |
 |---|---|
@@ -28,7 +28,15 @@ _BEGIN = """\
 | `megastrategy replicas` | [replicas that fail and come back](../replicas.md) |
 | `megastrategy profile` | [see where a step waits](../profiling.md) |
 
-Exit status: 0 after success, 1 after an error, and 2 if the command line is wrong. An error is one line on stderr.
+Exit status: 0 after success, 1 after an error, and 2 if the command line is wrong, as by a file that does not exist. An
+error is one line on stderr.
+
+With this line in `~/.bashrc` the shell completes commands and options (`zsh_source` in `~/.zshrc`; for fish it is
+`_MEGASTRATEGY_COMPLETE=fish_source megastrategy | source`):
+
+```bash
+eval "$(_MEGASTRATEGY_COMPLETE=bash_source megastrategy)"
+```
 """
 
 

@@ -66,7 +66,7 @@ def python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     interpreter = folder / "bin" / "python"
     [wheel] = distributions.glob("*.whl")
     install = (interpreter, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
-    run(*install, f"{wheel}[lightning,cli]", cwd=folder)
+    run(*install, f"{wheel}[lightning]", cwd=folder)
     return interpreter
 
 

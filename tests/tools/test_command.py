@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,6 @@ from click.testing import CliRunner, Result
 
 import megastrategy
 from megastrategy.core import is_directory_checkpoint
-from megastrategy.tools import cli
 from megastrategy.tools.commands import root
 from megastrategy.tools.param_names import names_from
 
@@ -48,35 +48,22 @@ def fails(*arguments: object, code: int = 1) -> str:
 
 
 def test_console_script_is_declared() -> None:
-    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project = content["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["megastrategy"].partition(":")
-    assert getattr(importlib.import_module(module), name) is cli.main
-    extras = project["optional-dependencies"]
-    assert {requirement.split(">")[0] for requirement in extras["cli"]} == {"click", "rich"}
-    tested = {requirement.split(">")[0] for requirement in content["dependency-groups"]["test"]}
-    assert {"click", "rich"} <= tested
+    assert getattr(importlib.import_module(module), name) is root
+    assert {requirement.split(">")[0] for requirement in project["dependencies"]} == {"torch", "click", "rich"}
 
 
-def hide(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = [name for name in sys.modules if name == missing or name.startswith(f"{missing}.")]
-    for name in [*hidden, "megastrategy.tools.commands", "megastrategy.tools.rendering"]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Hides(missing), *sys.meta_path])
-
-
-def test_command_without_click_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide("click", monkeypatch)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == "megastrategy: the command needs click: pip install 'megastrategy[cli]'"
-
-
-def test_command_without_rich_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide("rich", monkeypatch)
-    result = CliRunner().invoke(root, ["checkpoint", "inspect", str(tmp_path)])
-    assert result.exit_code == 1
-    assert result.stderr == "Error: this needs rich: pip install 'megastrategy[cli]'\n"
+def test_shell_completes_commands() -> None:
+    environment = {
+        **os.environ,
+        "_MEGASTRATEGY_COMPLETE": "bash_complete",
+        "COMP_WORDS": "megastrategy p",
+        "COMP_CWORD": "1",
+    }
+    code = "from megastrategy.tools.commands import root; root(prog_name='megastrategy')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["plain,plan", "plain,profile"]
 
 
 def test_help_imports_no_torch() -> None:
@@ -128,7 +115,7 @@ def test_failure_is_one_line_with_the_remedy(directory: Saved, file: Saved, tmp_
     (tmp_path / "text").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    assert f"{tmp_path}/nothing is not there" in fails("inspect", tmp_path / "nothing")
+    assert f"'{tmp_path}/nothing' does not exist" in fails("inspect", tmp_path / "nothing", code=2)
     assert f"{tmp_path}/text is no checkpoint" in fails("inspect", tmp_path / "text")
     assert f"{tmp_path}/empty is an empty folder" in fails("consolidate", tmp_path / "empty", out)
     assert "--module package.module:LitModel" in fails("convert", file.path, out)

@@ -195,7 +195,7 @@ if __name__ == "__main__":
 def profile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ours = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [sys.executable, "-c", "from megastrategy.tools.cli import main; main()", "profile", *arguments]
+    command = [sys.executable, "-c", "from megastrategy.tools.commands import root; root()", "profile", *arguments]
     return subprocess.run(
         command, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S
     )

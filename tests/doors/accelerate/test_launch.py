@@ -105,7 +105,7 @@ STOCK = "accelerate.accelerator"
 
 OURS = "megastrategy.accelerate"
 
-MEGASTRATEGY = "from megastrategy.tools.cli import main; main()"
+MEGASTRATEGY = "from megastrategy.tools.commands import root; root()"
 
 OPTIONS = "megatron_ddp_config:\n  bucket_size: 1e2\n  overlap_grad_reduce: true\n"
 
