@@ -48,8 +48,9 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
         raise ValueError("no whole step was recorded")
     shown = _last_in_a_row(steps, models[0], num_steps)
     start_ns, end_ns = (ns + drawn[0].clock_offset_ns for ns in (shown[0].start_ns, shown[-1].end_ns))
-    figure = Figure(figsize=(14, 1.6 + 1.1 * len(drawn)), layout="constrained")
+    figure = Figure(figsize=(7, 2.0 + 1.2 * len(drawn)), layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle("A bucket on the wire is hidden where the rank above is not red", fontsize=10)
     axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     for rank, model, axis in zip(drawn, models, axes, strict=True):
         offset_ns = rank.clock_offset_ns - start_ns
@@ -62,8 +63,8 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
     patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
     patches.append(Patch(color=_LOADING, label="data loading"))
     patches.append(Patch(color=_EVALUATION, label="evaluation"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=160)
 
 
 def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) -> Sequence[Step]:
@@ -91,8 +92,8 @@ def _title(rank: RankEvents, model: ModelEvents) -> str:
         return f"rank {rank.rank}"
     times = rank_times(rank, model)
     return (
-        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait for communication (red, "
-        f"{times.exposed_share:.1%}); {len(model.steps)} steps"
+        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait ({times.exposed_share:.1%}), "
+        f"mean of {len(model.steps)} steps"
     )
 
 
