@@ -92,8 +92,8 @@ def _title(rank: RankEvents, model: ModelEvents) -> str:
         return f"rank {rank.rank}"
     times = rank_times(rank, model)
     return (
-        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait ({times.exposed_share:.1%}), "
-        f"mean of {len(model.steps)} steps"
+        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait "
+        f"({times.exposed_share:.1%}), mean of {len(model.steps)} steps"
     )
 
 

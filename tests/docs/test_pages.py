@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megastrategy
+from benchmarks import speed_chart
 from benchmarks.memory_table import BF16, FP32, table
 
 from . import PAGES, ROOT, command_line, options
@@ -80,6 +81,25 @@ def test_errors_page_quotes_the_programs_words() -> None:
 
 def test_memory_page_has_the_printed_table() -> None:
     assert table() in (ROOT / "docs" / "memory.md").read_text()
+
+
+def test_first_pages_have_the_measured_figures() -> None:
+    """README and the first page of the site repeat the table of speed, and README that of the GPU."""
+    (_, ddp, *_), ours, forward, hook, _ = speed_chart.rows(speed_chart.PAGE.read_text(encoding="utf-8"))
+    readme, first = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.rst"))
+    assert ddp == 1
+    said = re.findall(r"takes ([\d.]+) of torch DDP's, ([\d.]+) with\s`overlap_param_gather.*hook ([\d.]+) \(", readme)
+    assert said == [tuple(f"{row[1]:.2f}" for row in (ours, forward, hook))]
+    assert f"**{forward[1]:.2f}**" in first
+    [method] = [method for method in FP32 if method.label == "megatron_ddp"]
+    assert f"**{method.bytes_on(8):g}, not {FP32[0].bytes_on(8):g}**" in first
+    measured = (ROOT / "docs" / "project" / "gpu_results.md").read_text(encoding="utf-8")
+    milliseconds = {float(row) for row in re.findall(r"^(?:\|[^|]*){3}\| ([\d.]+) \|", measured, re.MULTILINE)}
+    rows = re.findall(r"^\| [\d.]+M?B?, bf16[^|]*\| ([\d., ]+) \| ([\d., ]+) \|", readme, re.MULTILINE)
+    figures = [float(figure) for row in rows for cell in row for figure in cell.split(", ")]
+    assert len(figures) == 12
+    for figure in figures:  # README has three digits
+        assert any(abs(figure - ms) < (0.51 if figure >= 100 else 0.01) for ms in milliseconds), figure
 
 
 def test_readme_has_the_bytes_of_eight_ranks() -> None:
