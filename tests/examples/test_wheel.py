@@ -95,6 +95,6 @@ def test_installed_package_trains_by_name(kind: str, python: Path, distributions
     assert Path(file).is_relative_to(python.parents[1])
 
 
-def test_command_is_installed_with_its_extra(python: Path, tmp_path: Path) -> None:
+def test_command_is_installed(python: Path, tmp_path: Path) -> None:
     printed = run(python.with_name("megastrategy"), "--version", cwd=tmp_path)
     assert printed == f"megastrategy, version {megastrategy.__version__}\n"
