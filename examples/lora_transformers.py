@@ -23,7 +23,9 @@ WINDOW = 64  # tokens
 
 def model_and_tokens(name: str | None, text: str) -> tuple[Any, torch.Tensor]:
     if name is None:
-        config = GPT2Config(256, n_positions=WINDOW, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        config = GPT2Config(
+            vocab_size=256, n_positions=WINDOW, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
         return GPT2LMHeadModel(config), torch.tensor(list(text.encode()))
     tokens = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
     return AutoModelForCausalLM.from_pretrained(name), tokens
