@@ -41,7 +41,7 @@ $(STAMP): $(DEMO_STAMP)
 	@touch $@
 
 DEMO_STEPS := 100
-demo: $(DEMO_STAMP)  ## train a byte-level GPT on two ranks, here and under "ddp": two minutes (ARGS="--steps 700", ARGS="--help")
+demo: $(DEMO_STAMP)  ## train a byte-level GPT on two ranks, here and under "ddp" (ARGS="--steps 700", ARGS="--help")
 	$(BIN)/python examples/train_gpt.py --steps $(DEMO_STEPS) --compare $(ARGS)
 
 bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, into runs/bench (ARGS="--network 1gbit" as root)
