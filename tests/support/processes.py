@@ -50,7 +50,10 @@ def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeou
                 process.kill()
                 process.join()
     failures = {rank: error for rank, (ok, error) in enumerate(outcomes) if not ok}
-    assert not failures, "\n".join(f"rank {rank}:\n{error}" for rank, error in failures.items())
+    # A signal's number is negative: a thread of gloo's own may crash.
+    assert not failures, "\n".join(
+        f"rank {rank} (exit code {processes[rank].exitcode}):\n{error}" for rank, error in failures.items()
+    )
     return [value for _, value in outcomes]
 
 
@@ -77,6 +80,7 @@ def _serve(
     rank: int, size: int, store: str, timeout_s: float, connection: Connection, job: Callable[..., Any], arguments: Any
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(min(REPORT_S, timeout_s - 5.0), file=2)  # type: ignore[arg-type]
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
