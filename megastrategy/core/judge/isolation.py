@@ -2,10 +2,10 @@
 
 [Note: traces of a classification]
 While copies are stepped, the process's generators of random numbers are seeded, the same on every rank, and put back
-at the end. torch's global hooks, which count, log or prune for the user's own steps, are taken off. Prints, logging and
-warnings are off for the whole process meanwhile, and compiled functions run as they are written: an update that its
-optimizer compiles would otherwise be compiled for each shape. What a step changes in globals, closures and classes is
-not put back.
+at the end. This thread calls none of torch's global hooks, which count, log or prune for the user's own steps. Prints,
+logging and warnings are off for the whole process meanwhile, and compiled functions run as they are written: an update
+that its optimizer compiles would otherwise be compiled for each shape. What a step changes in globals, closures and
+classes is not put back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -71,16 +71,21 @@ def _seeded(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Takes torch's global hooks off. A step may call its base's, which calls them too."""
+    """Keeps torch's global hooks from being called by this thread. A step may call its base's, which calls them too."""
+    thread = threading.get_ident()
+
+    def skipped(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
+
     registries: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     originals = [dict(hooks) for hooks in registries]
     for hooks in registries:
-        hooks.clear()
+        hooks.update({number: skipped(hook) for number, hook in hooks.items()})
     try:
         yield
     finally:
         for hooks, before in zip(registries, originals, strict=True):
-            hooks.update(before)
+            hooks.update({number: hook for number, hook in before.items() if number in hooks})
 
 
 class Guard(TorchDispatchMode):
