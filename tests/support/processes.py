@@ -26,6 +26,7 @@ from .timeouts import HANG_S, REPORT_S
 
 AFTER_A_FAILURE_S = 30.0
 """Seconds that the other ranks get after a failure: they may wait for the failed one, and shall tell its reason."""
+ENDED = "the process ended without a result"
 
 
 def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S) -> list[Any]:
@@ -50,10 +51,10 @@ def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeou
                 process.kill()
                 process.join()
     failures = {rank: error for rank, (ok, error) in enumerate(outcomes) if not ok}
-    # A signal's number is negative: a thread of gloo's own may crash.
-    assert not failures, "\n".join(
-        f"rank {rank} (exit code {processes[rank].exitcode}):\n{error}" for rank, error in failures.items()
-    )
+    for rank, error in failures.items():
+        if error == ENDED:
+            failures[rank] = f"{error}, with exit code {processes[rank].exitcode}"  # of a signal it is negative
+    assert not failures, "\n".join(f"rank {rank}:\n{error}" for rank, error in failures.items())
     return [value for _, value in outcomes]
 
 
@@ -70,7 +71,7 @@ def _receive(connections: list[Connection], timeout_s: float) -> list[tuple[bool
             try:
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
-                outcomes[rank] = False, "the process ended without a result"
+                outcomes[rank] = False, ENDED
             if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
     return outcomes
