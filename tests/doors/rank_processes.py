@@ -22,6 +22,7 @@ import torch
 from ..support import chosen_collectives
 from ..support.lazy_collectives import violations
 from ..support.ports import free_port
+from ..support.processes import ENDED
 from ..support.timeouts import HANG_S, REPORT_S
 
 SIZE = 2
@@ -118,7 +119,7 @@ class Ranks:
                 return pickle.loads(connection.recv_bytes())
             reason = f"no result within {timeout_s} s"
         except EOFError:
-            reason = "the process ended without a result"
+            reason = ENDED
         return Failure(rank, "died", reason, reason, time.monotonic() - start)
 
 

@@ -127,7 +127,7 @@ def test_states_equal_a_real_run_to_the_byte(size: int, dtype: torch.dtype, opti
 
 
 def test_table_is_whole_in_80_columns() -> None:
-    """Kinds of which no number of ranks has a byte have no row."""
+    """A kind without a byte on any number of ranks has no row."""
     step = planned(2, DistributedDataParallelConfig(), torch.float32)
     numbers = [2**power for power in range(7)]
     steps = [dataclasses.replace(step, dp_size=number) for number in numbers]

@@ -95,7 +95,7 @@ class TokenWindow:
         if not self.is_used:
             return
         has_grads = self._has_grads()
-        were_divided = self._is_final and self.state is ALL
+        were_divided = self._is_final and self.state == ALL
         if self._is_final or not has_grads:
             self.restart()
         if were_divided and has_grads and self._num_steps == num_steps:
@@ -167,9 +167,9 @@ class TokenWindow:
         Raises:
             LossTokensError: if the losses were not all counted.
         """
-        if self.state is None or self.state is NONE or self._is_final:
+        if self.state is None or self.state == NONE or self._is_final:
             return
-        if self.state is not ALL:
+        if self.state != ALL:
             raise LossTokensError(describe_counting({rank: self.state}))
         self._divide(buckets, self._total, 1)
         self.end_window(num_steps)

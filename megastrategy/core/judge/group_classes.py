@@ -76,8 +76,8 @@ class GroupClasses:
         # By identity, in every step: nearly always nothing was set.
         later = [
             number
-            for number, seen in enumerate(self._seen)
-            if not all(groups[number].get(name) is value for name, value in seen.items())
+            for number, (group, seen) in enumerate(zip(groups, self._seen, strict=False))
+            if not all(group.get(name) is value for name, value in seen.items())
         ]
         unknown = [number for number in later if (number, kind(self._set_later(number))) not in self._known]
         if unknown or len(groups) > len(self._seen):

@@ -60,7 +60,7 @@ def make_inputs(number: int, shapes: Sequence[tuple[int, ...]], device: torch.de
     inputs: dict[Place, Tensor] = {}
     for dim, numel in (largest or {1: 0, 2: 0}).items():
         chosen = list(_SHAPES.get(dim, [(6, 5, *(3,) * (dim - 2))] * 2))
-        if numel >= LARGE and dim > has_large_matrix:
+        if numel >= LARGE and (dim > 1 or (dim == 1 and not has_large_matrix)):
             chosen.append({1: (LARGE + 256,), 2: (144, 128)}.get(dim, (64, 18, *(2,) * (dim - 2))))
         for shape in chosen:
             values = torch.randn((NUM_STEPS + 1, *shape), generator=generator).to(device, dtype)

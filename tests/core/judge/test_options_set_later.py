@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
+from megastrategy.core.judge import GroupClasses
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.optimizers import Simple
@@ -134,3 +135,10 @@ def test_options_set_later_equal_torch_ddp(name: str) -> None:
             assert torch.equal(param, other)
 
     run_ranks(2, run)
+
+
+def test_removed_group_is_not_compared() -> None:
+    optimizer = Lars(groups_of(two_layers()))
+    classes = GroupClasses(optimizer, torch.device("cpu"), torch.float32, "auto")
+    optimizer.param_groups.pop()
+    classes.update()
