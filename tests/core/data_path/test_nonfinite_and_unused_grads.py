@@ -5,25 +5,28 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.data_path.norms import total_grad_norm
 from megastrategy.core.errors import (
     MicrobatchMismatchError,
     NonFiniteGradError,
-    UnusedParameterError,
 )
 from tests.support.budgets import HostReads, work_as_on_an_accelerator
-from tests.support.doubles import DelayingCollectives, RecordingCollectives
+from tests.support.doubles import DelayingCollectives
 from tests.support.engines import engines
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.ranks import run_ranks, try_ranks
+from tests.support.thread_mode import ThreadMode
 
 MODES = engines("reduce-scatter", "pooled", "all-reduce", "flattened")
 
@@ -110,11 +113,8 @@ def test_nonfinite_check_reads_device_once(mode: str, value: float, monkeypatch:
         assert "rank 1, parameter '0.bias' (bucket 1): some of 33 elements. Look" in str(outcome)
 
 
-@pytest.mark.parametrize(("mode", "on_accelerator"), [("reduce-scatter", False)])
-def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_gradient_is_looked_at_too() -> None:
     """A parameter used by two re-entrant checkpoints: its second part comes when its bucket is gone already."""
-    if on_accelerator:
-        work_as_on_an_accelerator(monkeypatch)
 
     def run(rank: int, group: ProcessGroup) -> None:
         class Late(torch.autograd.Function):
@@ -129,7 +129,7 @@ def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monke
                 return grad
 
         collectives = DelayingCollectives(group, 0.05)
-        config = DistributedDataParallelConfig(bucket_size=1, check_for_nan_in_grad=True, **MODES[mode])
+        config = DistributedDataParallelConfig(bucket_size=1, check_for_nan_in_grad=True)
         model = DistributedDataParallel(two_layers(), config, collectives=collectives)
         hidden = Late.apply(torch.tanh(model.module[0](torch.ones(2, 10))))
         loss = model.module[2](hidden).sum()
@@ -157,86 +157,6 @@ def test_training_goes_on_after_nonfinite_grad(mode: str) -> None:
 
     for mine, theirs in zip(run_ranks(2, run), run_ranks(2, one_step), strict=True):
         assert torch.equal(mine, theirs)
-
-
-class LeavesOut(nn.Module):
-    """Two layers; the first may be left out of the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = two_layers()
-
-    def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-        hidden = self.layers[:-1](x)
-        return self.layers[-1](hidden if whole else hidden.detach())
-
-
-@pytest.mark.parametrize(("mode", "overlap"), [("reduce-scatter", True), ("pooled", False)])
-def test_training_goes_on_after_unused_param_error(mode: str, overlap: bool) -> None:
-    """Gradients of the failed backward are dropped, whether or not buckets were launched, without ``zero_grad()``."""
-
-    def train(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
-        optimizer.step()
-
-    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
-        options = {"find_unused_parameters": False, "overlap_grad_reduce": overlap, **MODES[mode]}
-        model = DistributedDataParallel(LeavesOut(), DistributedDataParallelConfig(bucket_size=100, **options), group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        with pytest.raises(UnusedParameterError):
-            model(torch.ones(2, 10), whole=False).square().sum().backward()
-        train(model, optimizer, rank)
-        return torch.cat([param.detach().flatten() for param in model.module.parameters()])
-
-    def undisturbed(rank: int, group: ProcessGroup) -> torch.Tensor:
-        module = LeavesOut()
-        train(TorchDDP(module, process_group=group), torch.optim.SGD(module.parameters(), lr=0.1), rank)
-        return torch.cat([param.detach().flatten() for param in module.parameters()])
-
-    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, undisturbed), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
-def test_a_step_may_come_before_any_backward(mode: str) -> None:
-    """With the gradients that the module had when it was wrapped."""
-
-    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
-        module = two_layers()
-        module(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
-        config = DistributedDataParallelConfig(bucket_size=100, **MODES[mode])
-        model = DistributedDataParallel(module, config, group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        optimizer.step()
-        return torch.cat([param.detach().flatten() for param in module.parameters()])
-
-    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, one_step), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_nan_spreads_without_the_check() -> None:
-    """The fault that the option prevents, and its cost: no additional collective if ranks agree on used parameters."""
-
-    def run(rank: int, group: ProcessGroup) -> tuple[list[str], bool]:
-        calls = []
-        for check in (False, True):
-            collectives = RecordingCollectives(group)
-            config = DistributedDataParallelConfig(bucket_size=100, check_for_nan_in_grad=check)
-            model = DistributedDataParallel(two_layers(), config, collectives=collectives)
-            collectives.calls.clear()
-            model(torch.ones(2, 10)).sum().backward()
-            calls.append([call.name for call in collectives.calls])
-            model.close()
-        assert calls[0] == calls[1]
-        model = wrap(group)
-        if rank == 1:
-            poison(model, math.nan, 1)
-        model(torch.ones(2, 10)).sum().backward()
-        grad = model.full_grad(model.module[0].bias)
-        assert grad is not None
-        return calls[0], bool(grad.isnan().any())
-
-    assert all(spread for _, spread in run_ranks(2, run))
 
 
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
@@ -309,4 +229,61 @@ def test_grad_written_after_reduction_is_stepped() -> None:
     run_ranks(2, run)
 
 
-# --- what a listener can measure -------------------------------------------------------------------------------------
+# The norm of many gradients: what it costs, what is rounded, and devices without fp64.
+
+
+CPU = torch.device("cpu")
+NORM_TYPES = [1.0, 2.0, math.inf]
+
+
+def draw(number: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(100 + i, generator=generator).to(dtype) for i in range(number)]
+
+
+class WithoutFp64(ThreadMode):
+    """Refuses fp64, as Apple's GPUs do."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result)):
+            raise TypeError("the framework does not support float64")
+        return result
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_norms_of_several_dtypes_count_grads_once(norm_type: float) -> None:
+    grads = [*draw(2), *draw(3, torch.bfloat16), *draw(1, torch.float64), *draw(1)]
+    expected = torch.linalg.vector_norm(torch.cat([grad.double() for grad in grads]), norm_type)
+    torch.testing.assert_close(total_grad_norm(grads, norm_type, None, CPU), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=str)
+def test_a_device_without_fp64_has_norms_in_fp32(options: dict[str, Any]) -> None:
+    def run(rank: int, group: Any) -> tuple[Tensor, ...]:
+        model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(torch.full((2, 10), 1.0 + rank)).sum().backward()
+        expected = model.grad_norms(), optimizer.grad_norm()
+        with WithoutFp64():
+            norms, total = model.grad_norms(), optimizer.grad_norm()
+            clipped = optimizer.clip_grad_norm_(0.5)
+        assert norms.dtype == total.dtype == torch.float32
+        torch.testing.assert_close(norms, expected[0].float())
+        torch.testing.assert_close(total, expected[1])
+        torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(0.5))
+        return norms, total, clipped
+
+    first, second = run_ranks(2, run)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_gradient_without_elements_has_the_norm_zero(norm_type: float) -> None:
+    """torch's kernel has no largest of none; one rank alone would raise, and the others wait for it."""
+    grads = draw(3)
+    total = total_grad_norm(grads, norm_type, None, CPU)
+    assert torch.equal(total_grad_norm([torch.empty(0, 3), *grads], norm_type, None, CPU), total)
+    assert total_grad_norm([torch.empty(0)], norm_type, None, CPU) == 0

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from megastrategy import DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout.layout import BufferLayout
 from tests.support.layers_in_any_order import Layers, adamw, batch, momentum, moves, wrap
+from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
@@ -79,28 +80,6 @@ def test_model_in_registered_order_stays() -> None:
         assert [param.data_ptr() for param in module.parameters()] == places
 
     run_ranks(2, run)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap_grad_reduce": False},
-        {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False},
-        {"bucket_size": 10**6},
-    ],
-    ids=["no overlap", "no buffers", "one bucket"],
-)
-def test_order_without_effect_moves_nothing(options: dict[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> list[str]:
-        model, events, collectives = wrap(group, Layers(reverse=True), **options)
-        model(batch(rank, 0)).backward()
-        collectives.calls.clear()
-        model(batch(rank, 1)).backward()
-        first = [call.name for call in collectives.calls]
-        assert moves(events) == 0
-        return first
-
-    assert len(set(map(tuple, run_ranks(2, run)))) == 1
 
 
 class OtherOrders(Layers):
@@ -178,24 +157,63 @@ def test_layer_with_late_grad_goes_last(sharded: bool) -> None:
     assert all(map(torch.equal, *ours))
 
 
-def test_graph_kept_over_the_move_gives_same_grads() -> None:
-    """Its second backward begins after the parameters have got other memory, before they have got other values."""
+class InAnyOrder(nn.Module):
+    """Three scales, used in any order; their gradients arrive in the opposite one."""
 
-    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor | None]:
-        module = Layers(reverse=True)
-        model, events, _ = wrap(group, module, overlap_grad_reduce=moving, grad_reduce_in_fp32=True)
-        loss = model(batch(rank, 0))
-        loss.backward(retain_graph=True)
-        model.zero_grad()
-        loss.backward()
-        assert moves(events) == moving
-        return [model.full_grad(param) for param in module.parameters()]
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(3) for _ in range(3)])
 
-    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
-    for mine, theirs in zip(ours, reference, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or b is None or torch.equal(a, b)
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for number in order:
+            x = torch.tanh(self.scales[number] * x)
+        return x.sum()
+
+
+def test_complete_bucket_waits_for_its_turn() -> None:
+    def train(rank: int, group: ProcessGroup) -> list[tuple[EventKind, int]]:
+        model, events, _ = wrap(group, InAnyOrder(), bucket_size=1)
+        model(torch.ones(3), (0, 1, 2)).backward()
+        events.clear()
+        model(torch.ones(3), (0, 2, 1)).backward()
+        model.close()
+        return [(e.kind, e.index) for e in events if e.kind in (EventKind.GRAD_READY, EventKind.REDUCE_START)]
+
+    ready, start = EventKind.GRAD_READY, EventKind.REDUCE_START
+    for events in run_ranks(2, train):
+        assert events == [(ready, 1), (ready, 2), (start, 0), (start, 1), (ready, 0), (start, 2)]
+
+
+# The ranges of a step in torch.profiler.
+
+
+def names_of_a_step(rank: int, group: ProcessGroup) -> list[str]:
+    """Ours on rank 0, in the order in which they began; on others the numbers of the buckets."""
+    module = two_layers()
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=100), group)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), model)
+
+    def step() -> None:
+        model(torch.randn(4, 10)).square().mean().backward()
+        optimizer.step()
+
+    step()  # buckets may move once
+    if rank > 0:
+        step()
+        return [f"{bucket.index}" for bucket in model.layout.buckets]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    ours = [event for event in profile.events() if event.name.startswith("megastrategy::")]
+    return [event.name for event in sorted(ours, key=lambda event: event.time_range.start)]
+
+
+def test_a_step_is_drawn_bucket_by_bucket() -> None:
+    shown, buckets = run_ranks(2, names_of_a_step)
+    assert len(buckets) > 1
+    reductions = [f"megastrategy::reduce {bucket}" for bucket in buckets]
+    gathers = [f"megastrategy::gather {bucket}" for bucket in reversed(buckets)]
+    waits = ["megastrategy::wait for gradients", "megastrategy::wait for weights"]
+    assert shown == [*reductions, waits[0], "megastrategy::step", *gathers, waits[1]]
 
 
 # --- checkpoints do not notice ---------------------------------------------------------------------------------------

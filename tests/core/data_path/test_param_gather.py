@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import threading
 import time
 import weakref
@@ -13,19 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from tests.support.data_path import buffers_of
 from tests.support.doubles import DelayingCollectives, FailingCollectives
-from tests.support.models import awkward_model, images
 from tests.support.processes import run_processes
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_ranks
 from tests.support.timeouts import HANG_S
 
 CHOICES = (False, True)
@@ -77,88 +77,19 @@ def expected_weights() -> list[Tensor]:
     return run_ranks(2, run)[0]
 
 
-def train(rank: int, group: ProcessGroup, overlap: bool, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
-    """50 steps of the awkward model with everything in between that a loop may do."""
-    module = awkward_model().to(dtype)
-    chosen = DistributedDataParallelConfig(bucket_size=200, overlap_param_gather=overlap)
-    model = DistributedDataParallel(module, chosen, group)
-    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
-    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    losses, saved = [], {}
-    for step in range(50):
-        optimizer.zero_grad()
-        loss = model(images(rank, step, 0, dtype), step, rank)
-        loss.backward()
-        losses.append(loss.item())
-        if step % 7 == 3:
-            optimizer.zero_grad()  # a step without a gradient
-        optimizer.step()
-        if step % 3 == 1:
-            average.update_parameters(module)
-        if step % 10 == 4:
-            saved = {name: value.clone() for name, value in model.state_dict().items()}
-            optimizer.state_dict()
-        if step % 10 == 6:
-            model.eval()
-            with torch.no_grad():
-                losses.append(model(images(rank, step, 1, dtype), step, rank).item())
-            model.train()
-        if step == 31:
-            module.load_state_dict({name.removeprefix("module."): value for name, value in saved.items()})
-        if step == 40:
-            losses.append(sum(param.double().sum().item() for param in copy.deepcopy(module).parameters()))
-    tensors = [*model.state_dict().values(), *average.state_dict().values()]
-    result = losses, [tensor.clone() for tensor in tensors]
-    model.close()
-    return result
+READERS: dict[str, Callable[[nn.Module, nn.Module], dict[str, Tensor]]] = {
+    "state_dict": lambda model, module: module.state_dict(),
+    "deepcopy": lambda model, module: copy.deepcopy(module).state_dict(),
+    "data": lambda model, module: {"0.weight": module[0].weight.data},
+    "arithmetic": lambda model, module: {"2.weight": 1.0 * module[2].weight},
+    "in a list": lambda model, module: {"2.bias": torch._foreach_mul([module[2].bias], 1.0)[0]},
+    "by address": lambda model, module: (module[4].weight.data_ptr(), {"4.weight": module[4].weight.detach()})[1],
+    "to": lambda model, module: module.to(torch.float32).state_dict(),
+    "evaluation": lambda model, module: {"loss": model.eval()(torch.ones(1, 20)).detach()},
+}
 
 
-def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
-    def save(module: nn.Module) -> Any:
-        torch.save(module, file := io.BytesIO())
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    class Own(list[Tensor]):
-        """No pytree."""
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: Tensor) -> Tensor:
-            return weight * 1.0
-
-    return {
-        "state_dict": lambda model, module: module.state_dict(),
-        "state_dict of the wrapper": lambda model, module: model.state_dict(),
-        "deepcopy": lambda model, module: copy.deepcopy(module).state_dict(),
-        "pickle": lambda model, module: save(module).state_dict(),
-        "data": lambda model, module: {"0.weight": module[0].weight.data},
-        "numpy": lambda model, module: {"0.bias": torch.tensor(module[0].bias.detach().numpy())},
-        "tolist": lambda model, module: {"0.bias": torch.tensor(module[0].bias.tolist())},
-        "arithmetic": lambda model, module: {"2.weight": 1.0 * module[2].weight},
-        "from the right": lambda model, module: {"2.weight": torch.ones(30, 30) * module[2].weight},
-        "in a list": lambda model, module: dict(
-            zip(("2.bias",), torch._foreach_mul([module[2].bias], 1.0), strict=True)
-        ),
-        "all in one list, of which some share a bucket": lambda model, module: dict(
-            zip(module.state_dict(keep_vars=True), torch._foreach_mul(list(module.parameters()), 1.0), strict=True)
-        ),
-        "by address": lambda model, module: (module[4].weight.data_ptr(), {"4.weight": module[4].weight.detach()})[1],
-        "an autograd function": lambda model, module: {"0.weight": Scaled.apply(module[0].weight)},
-        "in a list of its own class": lambda model, module: {"2.bias": torch.cat(Own([module[2].bias]))},
-        "to": lambda model, module: module.to(torch.float32).state_dict(),
-        "iteration": lambda model, module: {"0.bias": torch.stack(list(module[0].bias))},
-        "evaluation": lambda model, module: {"loss": model.eval()(torch.ones(1, 20)).detach()},
-        "functional_call": lambda model, module: {
-            "loss": torch.func.functional_call(module, dict(module.named_parameters()), (torch.ones(1, 20),)).detach()
-        },
-        "finish_param_gather": lambda model, module: (model.finish_param_gather(), module.state_dict())[1],
-    }
-
-
-@pytest.mark.parametrize(
-    "reader", ["state_dict", "deepcopy", "data", "arithmetic", "in a list", "by address", "to", "evaluation"]
-)
+@pytest.mark.parametrize("reader", READERS)
 def test_first_read_after_a_step_has_new_weights(reader: str) -> None:
     """With ``overlap_param_gather`` the first read of a parameter waits for its gather, by any kind of access."""
     plain = net()
@@ -169,7 +100,7 @@ def test_first_read_after_a_step_has_new_weights(reader: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group)
         assert all(setup.still_gathering()), "gathers were over when step() returned: nothing is tested"
-        read = readers()[reader](setup.model, setup.module)
+        read = READERS[reader](setup.model, setup.module)
         assert read
         for name, value in read.items():
             # Weights are equal to the bit. A forward may round in another way where they begin at another address.
@@ -296,43 +227,6 @@ def test_gathers_start_and_end_when_the_option_says(overlap: bool) -> None:
     run_ranks(2, run)
 
 
-def test_unused_param_arrives_before_next_step() -> None:
-    def run(rank: int, group: ProcessGroup, overlap: bool) -> list[Tensor]:
-        setup = Setup(group, overlap, delay_s=0.05)
-        for _ in range(2):
-            setup.model.module = setup.module[:4]
-            setup.step()
-            setup.model.module = setup.module
-        setup.step()
-        weights = [param.detach().clone() for param in setup.module.parameters()]
-        setup.model.close()
-        return weights
-
-    expected, _ = run_ranks(2, lambda rank, group: run(rank, group, False))
-    for weights in run_ranks(2, lambda rank, group: run(rank, group, True)):
-        assert all(map(torch.equal, weights, expected))
-
-
-def test_ended_rank_is_named_at_param_read() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, delay_s=0.0)
-        setup.model.finish_param_gather()
-        if rank == 1:
-            setup.optimizer.step = lambda: 1 / 0
-        setup.step()
-        try:
-            setup.module[0].weight.sum()
-        except CollectiveError:
-            assert not any(setup.still_gathering()), "it is said once"
-            setup.model.close()
-            raise
-
-    survivor, dead = try_ranks(2, run, timeout_s=60)
-    assert isinstance(dead, ZeroDivisionError)
-    assert isinstance(survivor, CollectiveError)
-    assert "did not complete" in str(survivor)
-
-
 def test_step_without_arrived_weights_is_not_done() -> None:
     """Otherwise a save after the error would combine other ranks' old weights with new state. The next step that
     gathers all weights corrects it."""
@@ -366,33 +260,14 @@ def test_step_without_arrived_weights_is_not_done() -> None:
 LIMIT_S = 20.0
 
 
-def with_buffers() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-
-def num_groups() -> int:
-    return len(torch.distributed.distributed_c10d._world.pg_map)
-
-
-def train_a_step(model: DistributedDataParallel, optimizer: DistributedOptimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    model(torch.randn(5, 6, generator=generator)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def wrapped(**options: Any) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-    config = DistributedDataParallelConfig(overlap_param_gather=True, **options)
-    model = DistributedDataParallel(with_buffers(), config)
-    return model, DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-
-
 def hold_gathers_until_the_module_runs() -> None:
-    model, optimizer = wrapped()
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(overlap_param_gather=True))
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
     # The outermost module has no parameters of its own: it runs before any is waited for.
     module_runs = threading.Event()
-    model.module.register_forward_pre_hook(lambda *_: module_runs.set())
+    module.register_forward_pre_hook(lambda *_: module_runs.set())
     rings: Any = model.engine.collectives._rings  # type: ignore[attr-defined]
     gather = rings.all_gather
 
@@ -401,7 +276,8 @@ def hold_gathers_until_the_module_runs() -> None:
             raise RuntimeError("the module's buffers waited for the weights")
         gather(tensor)
 
-    train_a_step(model, optimizer, torch.distributed.get_rank())
+    model(torch.ones(5, 6)).sum().backward()
+    optimizer.step()
     model.finish_param_gather()
     model(torch.ones(5, 6)).sum().backward()
     rings.all_gather = held
@@ -415,16 +291,101 @@ def test_module_buffers_do_not_wait_for_weights() -> None:
     run_processes(2, hold_gathers_until_the_module_runs)
 
 
-def count_groups() -> list[int]:
-    before, made = num_groups(), []
-    for options in ({}, {"broadcast_buffers": False}, {"use_distributed_optimizer": False}):
-        model, optimizer = wrapped(**options)
-        made.append(num_groups() - before)
+# Reads between a step and the next forward of parameters that are no plain Parameter, with overlapped gathers.
+
+
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "full_tensor": lambda param: param.full_tensor(),
+    "to_local": lambda param: param.to_local(),
+    "the local tensor": lambda param: param._local_tensor,
+    "redistribute": lambda param: param.redistribute(placements=[Shard(1)]).to_local(),
+    "norm": lambda param: param.norm().full_tensor(),
+}
+
+
+class Borrows(nn.Module):
+    """The second layer's forward reads the first layer's DTensor."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        weight = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+        self.first = nn.ParameterDict({"weight": Parameter(distribute_tensor(weight, mesh, [Shard(0)]))})
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The second layer's bucket arrives last, so that waiting for it would hide a stale read of the first one.
+        local = self.first["weight"].to_local()
+        return self.second(x @ local.T @ local)
+
+
+def train_and_read(overlap: bool | str, read: Callable[[Any], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the readings after each step and the weights at the end."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    module = Borrows(mesh["tp"])
+    group = mesh.get_group("dp")
+    model = DistributedDataParallel(
+        module,
+        DistributedDataParallelConfig(bucket_size=64, overlap_param_gather=overlap),
+        group,
+        collectives=DelayingCollectives(group, 0.05, ("all_gather",)),
+    )
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    readings = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 8), 1.0 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        readings.append(read(module.first["weight"]).detach().clone())
+    model.close()
+    weights = [param.to_local() if isinstance(param, DTensor) else param for param in module.parameters()]
+    return readings, [weight.detach() for weight in weights]
+
+
+def read_both() -> dict[str, list[tuple[list[Tensor], list[Tensor]]]]:
+    return {name: [train_and_read(overlap, read) for overlap in (False, True)] for name, read in READS.items()}
+
+
+def test_dtensor_reads_see_the_step() -> None:
+    for answers in run_processes(2, read_both):
+        for name, ((readings, weights), (overlapped, overlapped_weights)) in answers.items():
+            assert not torch.equal(readings[0], readings[1]), name
+            assert all(map(torch.equal, readings, overlapped)), name
+            assert all(map(torch.equal, weights, overlapped_weights)), name
+
+
+class Quiet(Parameter):
+    """A parameter whose operations do not dispatch on its class, as quantised weights may define it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def memory(self) -> list[float]:
+        return self.detach().reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_subclass_reads_see_the_step(dtype: torch.dtype) -> None:
+    def run(rank: int, group: ProcessGroup, overlap: bool) -> list[list[float]]:
+        torch.manual_seed(0)
+        weight = torch.linspace(-1.0, 1.0, 48, dtype=dtype).view(6, 8)
+        module = nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 6, bias=False, dtype=dtype))
+        module[0].weight.data, module[0].bias.data = torch.ones(8, 8, dtype=dtype), torch.ones(8, dtype=dtype)
+        module[1].weight = quiet = Quiet(weight)
+        model = DistributedDataParallel(
+            module,
+            DistributedDataParallelConfig(bucket_size=48, overlap_param_gather=overlap),
+            collectives=DelayingCollectives(group, 0.05, ("all_gather",)),
+        )
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        readings = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((4, 8), 1.0 + rank, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            readings.append(quiet.memory())
         model.close()
-        optimizer.optimizer.state_dict()  # gathers the state, and ends the groups
-    assert num_groups() == before
-    return made
+        return readings
 
-
-def test_whoever_needs_no_second_group_has_none() -> None:
-    assert run_processes(2, count_groups) == [[2, 1, 1]] * 2
+    expected = run_ranks(2, lambda rank, group: run(rank, group, False))
+    assert expected[0] == expected[1]
+    assert run_ranks(2, lambda rank, group: run(rank, group, True)) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -13,18 +12,20 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import Handle
-from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout.memory import memory_use
-from tests.support.data_path import memory_of, state_bytes_of
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import assert_equal, assert_stands_in, batch
-from tests.support.models import awkward_model, images
 from tests.support.pooled import config, one_large
-from tests.support.ranks import run_ranks, try_ranks
-from tests.support.training import Run
+from tests.support.ranks import run_ranks
+from tests.support.training import (
+    Run,
+    assert_same_bits,
+    train_with_ddp,
+    train_with_ours,
+)
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -92,67 +93,7 @@ def test_huge_param_is_staged_in_pieces(size: int, dtype: torch.dtype) -> None:
     run_ranks(size, run)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_memory_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
-    """With bf16 weights and Adam, except for the padding of buckets; the sums are all that is held of gradients."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(one_large(torch.bfloat16), config(bucket_size=1000), group)
-        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-        for number in range(2):
-            with model.no_sync():
-                model(batch(rank, number).bfloat16()).square().sum().backward()
-            model(batch(rank, number + 5).bfloat16()).square().sum().backward()
-            optimizer.step()
-        padded = sum(buffer.numel for buffer in model.layout.buffers)
-        use = memory_use(model.layout, rank, 2)
-        assert use.grad_bytes == sum(tensor.nbytes for tensor in memory_of(model)[1]) == 4 * padded // size
-        assert use.total_bytes == 2 * padded + 4 * padded // size + state_bytes_of(optimizer)
-        numel = sum(param.numel() for param in model.parameters())
-        assert use.total_bytes < (2 + 16 / size) * numel * 1.25, "of which a quarter is padding at most"
-        model.close()
-
-    run_ranks(size, run)
-
-
 # --- collectives -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_microbatches_reduce_each_bucket_in_order(overlap: bool) -> None:
-    """Counted by events; module buffers are broadcast when torch DDP would, not in every microbatch."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        events: list[Event] = []
-        collectives = RecordingCollectives(group)
-        model = DistributedDataParallel(
-            awkward_model(), config(overlap_grad_reduce=overlap), collectives=collectives, listener=events.append
-        )
-        optimizer = DistributedOptimizer(Run().make_optimizer(model), model)
-        model(images(rank, 9, 9), 9, rank).backward()  # in which the buckets take the order that is seen
-        optimizer.step()
-        optimizer.zero_grad()
-        every = list(range(len(model.layout.buckets)))
-        for step in range(2):
-            broadcasts = []
-            for microbatch in range(3):
-                events.clear(), collectives.calls.clear()  # type: ignore[func-returns-value]
-                model.require_backward_grad_sync = microbatch == 2
-                model(images(rank, step, microbatch), step, rank).backward()
-                for kind in (EventKind.REDUCE_START, EventKind.REDUCE_END):
-                    assert [event.index for event in events if event.kind is kind] == every
-                assert [event.index for event in events if event.kind is EventKind.BACKWARD_END] == [1]
-                pieces = sum(len(model.layout.pieces(bucket)) for bucket in model.layout.buckets)
-                assert len(collectives.named("reduce_scatter_into")) == pieces > len(every)
-                for param in model.parameters():
-                    assert_stands_in(param, param.grad is not None)
-                broadcasts.append(len(collectives.named("broadcast")))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert broadcasts == [2, 0, 0], "the statistics, and their counter"
-        model.close()
-
-    run_ranks(2, run)
 
 
 class EitherOrder(nn.Module):
@@ -196,25 +137,52 @@ def test_pooled_grads_arrive_in_other_orders(delay_s: float) -> None:
     assert_equal(run_ranks(2, run), run_ranks(2, reference))
 
 
-def test_failing_reduction_ends_backward_on_all_ranks() -> None:
-    """Rank 1 dies in its backward; rank 0 waits for a staging buffer there, and does not wait for ever."""
-    died = threading.Event()
+# grad_buffer="pooled" trains as persistent buffers do, whatever is done to gradients between backwards.
+
+
+def test_pooled_has_bits_of_persistent_buffers() -> None:
+    """With sums in the order of the ranks."""
+    fp32_sums = {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False}
+    run = Run(options=(("lr", 0.01), ("eps", 1e-4)), groups=3)
+    assert_same_bits(train_with_ours(run, 2, config()), train_with_ddp(run, 2))
+    in_bf16 = Run(groups=3, dtype=torch.bfloat16)
+    contiguous = train_with_ours(in_bf16, 2, DistributedDataParallelConfig(bucket_size=200, **fp32_sums))
+    for options in (fp32_sums, {"grad_reduce_in_fp32": False}):
+        assert_same_bits(train_with_ours(in_bf16, 2, config(**options)), contiguous)
+    sent_as_fp32 = train_with_ours(in_bf16, 2, DistributedDataParallelConfig(bucket_size=200))
+    assert_same_bits(train_with_ours(in_bf16, 2, config()), sent_as_fp32)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pooled_sums_are_fp32_to_the_bit(size: int) -> None:
+    """bf16 gradients of several microbatches, by hand: over ranks in their order, then over microbatches."""
+    numbers = range(4)
+
+    def local(rank: int, number: int) -> list[Tensor]:
+        module = one_large(torch.bfloat16)
+        module(batch(rank, number).bfloat16()).square().sum().backward()
+        return [param.grad.float() for param in module.parameters() if param.grad is not None]
+
+    expected = [torch.zeros_like(grad) for grad in local(0, 0)]
+    for number in numbers:
+        by_rank = [local(rank, number) for rank in range(size)]
+        for index, total in enumerate(expected):
+            of_microbatch = torch.zeros_like(total)
+            for rank in range(size):
+                of_microbatch += by_rank[rank][index] * (1.0 / size)
+            total += of_microbatch
 
     def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(one_large(), config(bucket_size=300), group)
-        model(batch(rank)).sum().backward()
-        if rank == 1:
+        options = config(bucket_size=1000, grad_reduce_in_fp32=False)
+        model = DistributedDataParallel(one_large(torch.bfloat16), options, group)
+        for number in numbers:
+            with model.no_sync():
+                model(batch(rank, number).bfloat16()).square().sum().backward()
+        for param, total in zip(model.module.parameters(), expected, strict=True):
+            grad = model.full_grad(param)
+            assert grad is not None
+            assert grad.dtype == torch.float32
+            assert torch.equal(grad, total)
+        model.close()
 
-            def die(grad: Tensor) -> None:
-                died.set()
-                raise ZeroDivisionError("on purpose")
-
-            model.module[4].weight.register_hook(die)
-        model(batch(rank)).sum().backward()
-
-    waiting, dead = try_ranks(2, run, timeout_s=10)
-    assert died.is_set()
-    assert isinstance(dead, ZeroDivisionError)
-    assert isinstance(waiting, CollectiveError)
-    assert "reduce-scatter did not complete" in str(waiting)
-    assert any("_wait_for_oldest" in note for note in waiting.__notes__), "it waited inside backward"
+    run_ranks(size, run)

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import Event, EventKind
-from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
@@ -149,42 +148,6 @@ def test_it_equals_ddp_wrapped_again(change: Change, in_optimizer: bool, accumul
         change, ["2.weight", "6.weight"]
     ):
         assert not torch.equal(ours[0][0][name], start[name]), f"{name} was never trained"
-
-
-def test_joining_params_move_no_others() -> None:
-    """The buckets of new parameters come after the others; the others keep their memory and their shards."""
-
-    def rank_main(rank: int, group: ProcessGroup) -> None:
-        module = four_layers()
-        module[0].requires_grad_(False)
-        events: list[Event] = []
-        collectives = RecordingCollectives(group)
-        model = DistributedDataParallel(
-            module, DistributedDataParallelConfig(**SMALL_BUCKETS), collectives=collectives, listener=events.append
-        )
-        optimizer = DistributedOptimizer(adam(module.parameters()), model)
-        model(batch(rank, 0)).sum().backward()
-        optimizer.step()
-        before, buckets = [param.data_ptr() for param in model.engine.params], len(model.layout.buckets)
-        runs = [run.main.data_ptr() for run in optimizer._impl.runs]
-        module[0].requires_grad_(True)
-        optimizer.zero_grad()
-        model(batch(rank, 1)).sum().backward()
-        collectives.calls.clear()
-        events.clear()
-        optimizer.step()
-        model(batch(rank, 2)).sum().backward()
-        assert [param.data_ptr() for param in model.engine.params][: len(before)] == before
-        assert [run.main.data_ptr() for run in optimizer._impl.runs][: len(runs)] == runs
-        assert model.layout.buckets[buckets].params == (7, 6)
-        starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
-        assert starts == list(range(len(model.layout.buckets))) == list(range(buckets + 1))
-        assert len(collectives.named("reduce_scatter")) == buckets + 1
-        assert not [event for event in events if event.kind is EventKind.LAYOUT_EXTENDED], "joined once already"
-        model.close()
-        assert all(len(param._post_accumulate_grad_hooks or {}) == 0 for param in module.parameters())
-
-    run_ranks(2, rank_main)
 
 
 def test_a_frozen_parameter_is_not_waited_for() -> None:

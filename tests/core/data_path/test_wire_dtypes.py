@@ -153,24 +153,6 @@ def test_instances_round_inside_of_them(name: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
-def test_half_the_bytes_of_gradients_are_sent() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        ours = Ours(group, **BF16)
-        ours.step(9)  # at the end of its backward the ranks agree on the buckets
-        ours.collectives.calls.clear()
-        for step in range(3):
-            ours.step(step)
-        numel = sum(bucket.numel for bucket in ours.model.layout.buckets)
-        reductions = ours.collectives.named("reduce_scatter_into")
-        assert sum(call.nbytes for call in reductions) == 3 * 2 * numel
-        assert {call.dtype for call in reductions} == {torch.bfloat16}
-        assert {call.dtype for call in ours.collectives.named("all_gather")} == {torch.float32}
-        assert not ours.collectives.named("reduce_scatter")
-        ours.model.close()
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize(("make", "name", "size"), [(adamw, "bf16", 2), (matrices_and_rest, "pooled", 3)])
 def test_memory_is_the_table_to_the_byte(make: MakeOptimizer, name: str, size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ from megastrategy.core.errors import (
     ParameterChangedError,
 )
 from tests.support import processes
+from tests.support.engines import engines
 from tests.support.models import two_layers
 from tests.support.optimizers import GloballyNormalised
-from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, try_ranks
 
 
@@ -44,14 +43,18 @@ def test_other_shapes_name_the_first_difference() -> None:
     expect_on_all(2, LayoutMismatchError, r"rank 0 has \['1.weight', \[4, 4\].*rank 1 has \['1.weight', \[5, 4\]", run)
 
 
-def test_options_that_differ_between_ranks() -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("use_distributed_optimizer", r"number of ranks and of shards: rank 0 has \[2, 2\], rank 1 has \[2, 1\]"),
+        ("find_unused_parameters", r"option.*rank 0 has \['find_unused_parameters', True\]"),
+    ],
+)
+def test_options_that_differ_between_ranks(option: str, message: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(use_distributed_optimizer=rank == 0)
-        DistributedDataParallel(two_layers(), config, group)
+        DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**{option: rank == 0}), group)
 
-    expect_on_all(
-        2, LayoutMismatchError, r"number of ranks and of shards: rank 0 has \[2, 2\], rank 1 has \[2, 1\]", run
-    )
+    expect_on_all(2, LayoutMismatchError, message, run)
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, GloballyNormalised], ids=lambda kind: kind.__name__)
@@ -150,14 +153,6 @@ def test_unfreezing_other_params_is_refused() -> None:
     expect_on_all(2, LayoutMismatchError, r"rank 0 has \['0\.bias', .*rank 1 has none", run)
 
 
-def test_options_changing_collectives_are_compared() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        config = DistributedDataParallelConfig(find_unused_parameters=rank == 0)
-        DistributedDataParallel(two_layers(), config, group)
-
-    expect_on_all(2, LayoutMismatchError, r"option.*rank 0 has \['find_unused_parameters', True\]", run)
-
-
 def test_replaced_param_is_named_and_moved_one_found() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
@@ -223,28 +218,6 @@ def test_memory_shared_across_another_tensor_is_found() -> None:
     run_ranks(2, run)
 
 
-def test_raising_step_leaves_groups() -> None:
-    armed = set[int]()
-
-    class Explodes(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            if armed:
-                raise ZeroDivisionError("inside step")
-            super().step()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(two_layers(), process_group=group)
-        optimizer = DistributedOptimizer(Explodes(model.parameters(), lr=0.1), model)
-        model(torch.ones(1, 10)).sum().backward()
-        group.barrier().wait()  # both have tried it
-        armed.add(rank)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        assert optimizer.param_groups[0]["params"] == list(model.module.parameters())
-
-    run_ranks(2, run)
-
-
 def killed_in_a_step() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(two_layers())
@@ -268,22 +241,107 @@ def test_killed_process_ends_the_others() -> None:
     assert "CollectiveError: rank 0 of 2" in survivor
 
 
-def run_processes(script: str) -> list[tuple[int, str]]:
-    """The script in two processes, given rank and a free port; exit codes and what they printed."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=60)[0] for process in ranks]
-    return [(process.returncode, text) for process, text in zip(ranks, printed, strict=True)]
-
-
 def test_without_torch_distributed_the_way_out_is_said() -> None:
     with pytest.raises(ValueError, match=r"init_process_group.*process_group"):
         DistributedDataParallel(two_layers())
+
+
+# Parameters in shared memory, which other processes may read, are refused where they would move into a buffer.
+
+
+def test_params_in_shared_memory_are_refused() -> None:
+    """When the model is wrapped; before the first backward, at whose end they move into a buffer; and after it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        with pytest.raises(ValueError, match=r"'0\.weight' is in shared memory.*use_distributed_optimizer=False"):
+            DistributedDataParallel(two_layers().share_memory(), process_group=group)
+        model = DistributedDataParallel(module, process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
+        before = module[0].weight.data
+        module[0].weight.data = before.clone().share_memory_()
+        with pytest.raises(ValueError, match=r"'0\.weight' is in shared memory"):
+            model(torch.ones(2, 10))
+        module[0].weight.data = before
+        model(torch.ones(2, 10)).sum().backward()
+        module.share_memory()
+        with pytest.raises(ParameterChangedError, match=r"'0\.weight' was moved into shared memory"):
+            optimizer.step()
+
+    run_ranks(2, run)
+
+
+def test_all_reduce_leaves_parameters_shared() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().share_memory()
+        shared = [param.detach() for param in module.parameters()]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        for param, tensor in zip(module.parameters(), shared, strict=True):
+            assert param.data_ptr() == tensor.data_ptr()
+            assert param.is_shared()
+
+    run_ranks(2, run)
+
+
+# A learning rate that differs between ranks is named on all ranks, at the first synchronised backward after a step.
+
+
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    model.zero_grad()
+    model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_rank_local_rate_raises(options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
+        for rate in (0.25, 0.125, 0.0625 if rank == 1 else 0.125):
+            optimizer.param_groups[0]["lr"] = rate
+            backward(model, rank)
+            optimizer.step()
+        with pytest.raises(LayoutMismatchError, match=r"(?s)rank 0: \[0\.125, .*rank 1: \[0\.0625, .*ReduceLROn"):
+            backward(model, rank)
+
+    run_ranks(2, run)
+
+
+OPTIONS_BY_RANK: dict[str, tuple[Any, Any]] = {
+    "betas": ((0.9, 0.99), (0.9, 0.95)),
+    "lr": (torch.tensor(0.25), torch.tensor(0.125)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS_BY_RANK)
+def test_rank_local_option_raises(option: str) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.25), model)
+        optimizer.param_groups[0][option] = OPTIONS_BY_RANK[option][rank]
+        backward(model, rank)
+        optimizer.step()
+        with pytest.raises(LayoutMismatchError, match="stepped with different options"):
+            backward(model, rank)
+
+    run_ranks(2, run)
+
+
+def test_option_nan_on_all_ranks_is_equal() -> None:
+    """Each NaN has a hash of its own."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4), process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
+        for rate in (0.25, float("nan"), 0.25):
+            optimizer.param_groups[0]["lr"] = rate
+            backward(model, rank)
+            optimizer.step()
+
+    run_ranks(2, run)

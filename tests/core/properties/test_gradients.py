@@ -189,21 +189,6 @@ def test_autograd_adds_into_the_buffer_without_a_copy(sharded: bool) -> None:
     run_ranks(2, run)
 
 
-def test_frozen_param_is_unused_for_a_while() -> None:
-    """Lightning's toggle_optimizer switches requires_grad off and on between backwards."""
-
-    def toggled(model: Any, rank: int) -> None:
-        model.module[0].requires_grad_(False)
-        model(batch(rank)).square().sum().backward()
-        model.zero_grad()
-        model.module[0].requires_grad_(True)
-        model(batch(rank)).square().sum().backward()
-
-    ours = grads_with_ours(two_layers, toggled, bucket_size=1)
-    reference = grads_with_ddp(two_layers, one_backward)
-    assert_equal(ours, reference)
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 def test_two_optimizers_over_parts_of_one_model(sharded: bool) -> None:
     """Each zeroes and steps its own part; the other part's gradients stay."""

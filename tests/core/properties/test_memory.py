@@ -186,15 +186,14 @@ def test_bytes_on_the_wire_are_at_the_floor(
 @pytest.mark.real_collectives("counts what the rings send")
 def test_wire_bytes_of_instances_are_at_the_floor(size: int, instances: int, kind: str) -> None:
     """A reduce-scatter and a gather over the s ranks of an instance, and an all-reduce of a shard over n instances."""
-    grad_bytes, param_bytes = {"fp32": (4, 4), "bf16 weights": (4, 2), "bf16 on the wire": (2, 2)}[kind]
+    grad_bytes, param_bytes = {"fp32": (4, 4), "bf16 weights": (4, 2)}[kind]
     shards = size // instances
     inside, between = (shards - 1) / shards, 2 * (instances - 1) / instances / shards
     floor = (grad_bytes + param_bytes) * inside + 4 * between  # sums in fp32 in any case
     if kind == "fp32":
         assert math.isclose(floor, 8 * (size - 1) / size), "as much as with one instance"
-    options = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True} if grad_bytes == 2 else {}
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances, **options)
+    check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances)
 
 
 CONFIG = DistributedDataParallelConfig(bucket_size=300_000)
