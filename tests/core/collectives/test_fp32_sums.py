@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ def test_half_the_bytes_give_the_same_bits(options: dict[str, Any]) -> None:
     assert not all(map(torch.equal, without[0][0], expected[0][0])), "sums in 16 bits are others"
 
 
-def line(rank: int) -> nn.Linear:
+def line() -> nn.Linear:
     module = nn.Linear(33, 5).bfloat16()
     generator = torch.Generator().manual_seed(0)
     for param in module.parameters():
@@ -85,62 +84,9 @@ def line(rank: int) -> nn.Linear:
     return module
 
 
-def grad_of(rank: int, factor: float) -> Tensor:
-    """The weight's gradient of one of the backwards below, as autograd rounds it."""
-    return (torch.ones(5, 33) * (1.0 + rank) * factor).bfloat16().float()
-
-
-ACTIONS: dict[str, tuple[Callable[[Setup, int], object], Callable[[Tensor], Tensor]]] = {
-    "nothing": (lambda setup, rank: None, lambda first: first),
-    "zero_grad": (lambda setup, rank: setup.optimizer.zero_grad(), lambda first: first * 0),
-    "zero_grad to zero": (lambda setup, rank: setup.optimizer.zero_grad(set_to_none=False), lambda first: first * 0),
-    "a gradient of one's own": (
-        lambda setup, rank: setattr(setup.params["weight"], "grad", torch.full((5, 33), 2.0).bfloat16()),
-        lambda first: first * 0 + 2.0,
-    ),
-    "a step": (lambda setup, rank: setup.optimizer.step(), lambda first: first),
-    "a look": (lambda setup, rank: setup.model.full_grad(setup.params["weight"]), lambda first: first),
-}
-
-
-@pytest.mark.parametrize(
-    ("action", "size"),
-    [
-        ("nothing", 2),
-        ("zero_grad", 3),
-        ("zero_grad to zero", 2),
-        ("a gradient of one's own", 2),
-        ("a step", 2),
-        ("a look", 2),
-    ],
-)
-def test_several_synchronised_backwards_add_up(action: str, size: int) -> None:
-    do, then = ACTIONS[action]
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, line(rank), **SUMS_IN_FP32)
-        x = torch.ones(1, 33, dtype=torch.bfloat16)
-        first, second = (sum(grad_of(r, f) for r in range(size)) / size for f in (1.01, 0.003))
-        (setup.model(x) * (1.0 + rank) * torch.tensor(1.01).bfloat16()).sum().backward()
-        seen = setup.model.full_grad(setup.params["weight"])
-        assert seen is not None
-        assert seen.dtype == torch.float32
-        do(setup, rank)
-        (setup.model(x) * (1.0 + rank) * torch.tensor(0.003).bfloat16()).sum().backward()
-        total = setup.model.full_grad(setup.params["weight"])
-        assert total is not None
-        torch.testing.assert_close(seen, first, rtol=1e-2, atol=0)
-        torch.testing.assert_close(total, then(seen) + second, rtol=1e-2, atol=1e-4)
-        if action in ("nothing", "a look"):
-            assert not torch.equal(total, total.bfloat16().float()), "the sum has more than 16 bits"
-        setup.model.close()
-
-    run_ranks(size, run)
-
-
 def test_bytes_are_those_of_the_formula() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, line(rank), **SUMS_IN_FP32)
+        setup = Setup(group, line(), **SUMS_IN_FP32)
         numel = sum(buffer.numel for buffer in setup.model.layout.buffers)
         assert memory_use(setup.model.layout, rank, 2).grad_bytes == 2 * numel + 4 * numel // 2
         setup.model(torch.ones(1, 33, dtype=torch.bfloat16)).sum().backward()
@@ -153,7 +99,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 def test_fp32_params_need_no_separate_sums() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        module = line(rank).float() if group.size() > 1 else line(rank)
+        module = line().float() if group.size() > 1 else line()
         setup = Setup(group, module, **SUMS_IN_FP32)
         setup.model(torch.ones(1, 33, dtype=module.weight.dtype)).sum().backward()
         _, held = memory_of(setup.model)

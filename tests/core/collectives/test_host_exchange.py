@@ -205,15 +205,20 @@ def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.Mon
         model, _ = wrap(group, device, check_for_nan_in_grad=True, **MODES[mode])
         backward(model, rank, 0)
         assert (device.num_aborts, device.num_waits) == (0, 1)
-        device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
-        device.is_stalled = True
-        began = time.monotonic()
-        with pytest.raises(CollectiveError, match="check_for_nan_in_grad was given up: rank 1: ValueError: bad"):
-            backward(model, rank, 1)
-        assert time.monotonic() - began < BOUND_S
-        assert (device.num_aborts, device.num_waits) == (1, 2)
+        gives_up(device, "check_for_nan_in_grad was given up", lambda: backward(model, rank, 1))
 
     run_ranks(2, run)
+
+
+def gives_up(device: DeviceCollectives, said: str, read: Callable[[], object]) -> None:
+    """The read waits once for the device, which is stalled, until the watchdog knows of a failure."""
+    device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
+    device.is_stalled = True
+    num_waits, began = device.num_waits, time.monotonic()
+    with pytest.raises(CollectiveError, match=f"{said}: rank 1: ValueError: bad"):
+        read()
+    assert time.monotonic() - began < BOUND_S
+    assert (device.num_aborts, device.num_waits) == (1, num_waits + 1)
 
 
 READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
@@ -231,12 +236,7 @@ def test_reads_between_steps_wait_in_bounded_time(name: str, monkeypatch: pytest
         model, optimizer = wrap(group, device)
         backward(model, rank, 0)
         step_once(optimizer)
-        before = device.num_waits
-        device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
-        device.is_stalled = True
-        with pytest.raises(CollectiveError, match="was given up: rank 1: ValueError: bad"):
-            READS_BETWEEN_STEPS[name](model)
-        assert (device.num_aborts, device.num_waits) == (1, before + 1)
+        gives_up(device, "was given up", lambda: READS_BETWEEN_STEPS[name](model))
 
     run_ranks(2, run)
 

@@ -71,8 +71,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:2]}, {"params": params[2:]}]
 
 
-def config() -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(bucket_size=100)
+CONFIG = DistributedDataParallelConfig(bucket_size=100)
 
 
 def train(model: Any, optimizer: Any, rank: int, set_later: SetLater) -> None:
@@ -88,7 +87,7 @@ def train(model: Any, optimizer: Any, rank: int, set_later: SetLater) -> None:
 def test_option_coupling_elements_is_refused_at_step(set_later: SetLater) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
-        model = DistributedDataParallel(module, config(), group)
+        model = DistributedDataParallel(module, CONFIG, group)
         optimizer = DistributedOptimizer(Lars(groups_of(module)), model)
         said = r"weight_decay=0\.1, which was 0\.0 before.*use_distributed_optimizer=False"
         with pytest.raises(OptimizerNotShardableError, match=said):
@@ -127,7 +126,7 @@ def test_options_set_later_equal_torch_ddp(name: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         theirs, ours, plain = two_layers(), two_layers(), two_layers()
         train(TorchDDP(theirs, process_group=group), started(make(groups_of(theirs))), rank, set_later)
-        model = DistributedDataParallel(ours, config(), group)
+        model = DistributedDataParallel(ours, CONFIG, group)
         train(model, started(DistributedOptimizer(make(groups_of(ours)), model)), rank, set_later)
         train(TorchDDP(plain, process_group=group), started(make(groups_of(plain))), rank, lambda _: None)
         assert not all(map(torch.equal, theirs.parameters(), plain.parameters())), "nothing was set"

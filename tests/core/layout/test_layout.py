@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core import memory_use
 from megastrategy.core.collectives.comparison import digest as digest_of
+from megastrategy.core.layout import BufferLayout, Domain, ParamSpec, build_layout
 from megastrategy.core.layout.arrival_order import better_layout_order, launch_cost
-from megastrategy.core.layout.build import build_layout
-from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 from megastrategy.core.layout.recurrent_weights import ChunkPlace
 from megastrategy.core.layout.strides import contiguous_stride, dense_stride
 
@@ -280,3 +281,53 @@ def test_late_param_goes_last_in_the_order() -> None:
 def test_order_gaining_under_a_tenth_is_not_used() -> None:
     """Two neighbours of eight, swapped: the cost is 37 where it could be 36 (in squares of 1280 elements)."""
     assert proposal([1280] * 8, [7, 6, 5, 3, 4, 2, 1, 0]) is None
+
+
+# Layouts in which experts are held by a part of the data-parallel ranks: owners, and bytes.
+
+
+DP, DENSE, EXPERTS, NUM_EXPERTS = 8, 64 * 1024, 8 * 64 * 1024, 8
+
+
+def layout_with_experts(ep: int, **options: object) -> BufferLayout:
+    """A dense parameter, and a stack of experts, ``NUM_EXPERTS / ep`` on each rank; both divide evenly."""
+    config = DistributedDataParallelConfig(bucket_size=10**9, **options)  # type: ignore[arg-type] # fields by name
+    every = build_layout([], config, DP).domain
+    groups = tuple(tuple(range(place, DP, ep)) for place in range(ep))
+    experts = Domain(groups, every.num_shards // ep)
+    dtypes = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    specs = [
+        ParamSpec(name="dense", shape=(DENSE,), stride=(1,), **dtypes),
+        ParamSpec(name="experts", shape=(EXPERTS // ep,), stride=(1,), domain=experts, **dtypes),
+    ]
+    return build_layout(specs, config, DP)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_expert_bytes_fall_with_ranks(ep: int) -> None:
+    """bf16 weights, fp32 gradients, Adam: the formulas of docs/experts.md, to the byte."""
+    layout, edp = layout_with_experts(ep), DP // ep
+    for dp_rank in range(DP):
+        use = memory_use(layout, dp_rank, 2)
+        assert use.param_bytes + use.grad_bytes == 6 * (DENSE + EXPERTS // ep)
+        assert use.state_bytes == 12 * (DENSE + EXPERTS) // DP
+    of_dense = (4 + 2) * DENSE * (DP - 1) // DP
+    sent = sum(
+        buffer.shard_numel * (buffer.domain.num_shards - 1) * (buffer.grad_wire_dtype.itemsize + buffer.dtype.itemsize)
+        for buffer in layout.buffers
+    )
+    assert sent - of_dense == (4 + 2) * (EXPERTS // ep) * (edp - 1) // edp
+
+
+@pytest.mark.parametrize(("ep", "instances"), [(1, 1), (4, 1), (2, 2)])
+def test_every_expert_element_has_one_owner(ep: int, instances: int) -> None:
+    layout = layout_with_experts(ep, num_distributed_optimizer_instances=instances)
+    slot = layout.slots[1]
+    for part in range(ep):
+        group = range(part, DP, ep)
+        owned = sorted(span for rank in group if (span := layout.owned_range(1, rank)) is not None)
+        assert len(owned) == len(group)
+        assert len(set(owned)) == len(group) // instances
+        distinct = sorted(set(owned))
+        assert (distinct[0][0], distinct[-1][1]) == (slot.start, slot.end)
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(distinct))
