@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.errors import NonFiniteGradError, OptimizerNotShardableError, ReplicaMismatchError
 from tests.support.experts import (
     Case,
@@ -229,3 +230,38 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
         assert "'layers.0.up' is a DTensor" in said["another dimension"]
         assert "buffer 'layers.0.counters' is a DTensor" in said["buffer"]
         assert "is a stack of experts that ranks divide: each rank has a part of it" in said["Adafactor"]
+
+
+# Infinite gradients of an expert.
+
+
+def scaled_steps() -> tuple[list[bool], float, dict[str, Tensor]]:
+    """Whether each step left the weights as they were, the scale at the end, and the weights.
+
+    Rank 0's expert has an infinite gradient in step 1, which is trained again afterwards."""
+    trainee = Trainee.make(Case(2, clip_norm=None))
+    scaler, skipped = GradScaler("cpu", init_scale=1024.0), []
+    up: Any = trainee.module.layers[1].up
+    for number, step in enumerate((0, 1, 1, 2)):
+        trainee.optimizer.zero_grad()
+        hook = up.register_hook(lambda grad: grad * torch.inf) if (number, dist.get_rank()) == (1, 0) else None
+        before = {name: whole(param) for name, param in trainee.module.named_parameters()}
+        x, y = batch_of(dist.get_rank(), step, 0)
+        scaler.scale(trainee.module.loss(x, y, trainee.model)).backward()
+        if hook is not None:
+            hook.remove()
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        trainee.model.finish_param_gather()
+        after = {name: whole(param) for name, param in trainee.module.named_parameters()}
+        skipped.append(all(torch.equal(before[name], after[name]) for name in before))
+    trainee.model.close()
+    return skipped, scaler.get_scale(), after
+
+
+def test_infinite_expert_grad_skips_step_on_all() -> None:
+    expected = train_alone(Case(2, clip_norm=None, steps=3), RANKS)
+    for skipped, scale, weights in run_processes(RANKS, scaled_steps):
+        assert skipped == [False, True, False, False]
+        assert scale == 512.0
+        torch.testing.assert_close(weights, expected.weights, rtol=0.0, atol=1e-6)

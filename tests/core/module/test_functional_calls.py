@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import parametrizations
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import ParameterChangedError
 from tests.support.engines import engines
 from tests.support.ranks import run_ranks
 
@@ -92,14 +91,3 @@ def test_functional_call_trains_as_torch_ddp(options: dict[str, Any], call: Call
 
     for expected, weights in zip(run_ranks(2, stock), run_ranks(2, run), strict=True):
         assert all(map(torch.equal, weights, expected))
-
-
-def test_replaced_param_after_functional_call_is_named() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = DistributedDataParallel(Net(), process_group=group)
-        noisy(model, torch.ones(5, 6)).sum().backward()
-        model.module.first.bias = nn.Parameter(torch.ones(6))
-        with pytest.raises(ParameterChangedError, match=r"first\.bias"):
-            model(torch.ones(5, 6))
-
-    run_ranks(2, run)

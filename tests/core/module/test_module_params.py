@@ -284,50 +284,25 @@ def test_half_ignored_name_is_refused(name: str) -> None:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def marked_as_deepspeed_does(param: Any) -> None:
-    param.allreduce, param.group_name = False, "ep_size_2"
-
-
-def marked_as_megatron_does(param: Any) -> None:
-    param.allreduce = False
-
-
-def marked_as_fairscale_does(param: Any) -> None:
-    param.expert = True
-
-
-def marked_as_tutel_does(param: Any) -> None:
-    param.skip_allreduce = True
-
-
-def marked_by_a_number(param: Any) -> None:
-    param.allreduce = 0
-
-
-def marked_by_its_parallelism(param: Any) -> None:
-    param.expert_model_parallel = True
-
-
 @pytest.mark.parametrize(
     ("mark", "is_frozen", "size", "options"),
     [
-        (marked_as_deepspeed_does, False, 2, ENGINES["reduce-scatter"]),
-        (marked_as_megatron_does, True, 1, ENGINES["pooled"]),
-        (marked_as_fairscale_does, False, 2, ENGINES["all-reduce"]),
-        (marked_as_tutel_does, True, 2, ENGINES["forward"]),
-        (marked_by_a_number, False, 2, ENGINES["reduce-scatter"]),
-        (marked_by_its_parallelism, False, 2, ENGINES["reduce-scatter"]),
+        (("allreduce", False), False, 2, ENGINES["reduce-scatter"]),  # Megatron's, and DeepSpeed's
+        (("allreduce", 0), True, 1, ENGINES["pooled"]),
+        (("expert", True), False, 2, ENGINES["all-reduce"]),  # fairscale's
+        (("skip_allreduce", True), True, 2, ENGINES["forward"]),  # Tutel's
+        (("expert_model_parallel", True), False, 2, ENGINES["reduce-scatter"]),
     ],
 )
 def test_param_marked_as_expert_is_refused(
-    mark: Callable[[Any], None], is_frozen: bool, size: int, options: Mapping[str, Any]
+    mark: tuple[str, Any], is_frozen: bool, size: int, options: Mapping[str, Any]
 ) -> None:
     """With both ways out. On one rank it is neither replaced nor averaged; unmarked, or ignored, it is no expert's."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = filled(Net(), seed=rank)
         before = module.head.weight.detach().clone()
-        mark(module.head.weight)
+        setattr(module.head.weight, *mark)
         module.head.weight.requires_grad_(not is_frozen)
         config = DistributedDataParallelConfig(**options)
         if size > 1:

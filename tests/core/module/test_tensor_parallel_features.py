@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import time
 from typing import Any
 
 import pytest
@@ -138,21 +135,3 @@ def test_owner_steps_matrices_beside_cut_params() -> None:
         assert saved["state"].keys() == alone["state"].keys()
         for number, kept in alone["state"].items():
             assert {k: v.shape for k, v in kept.items()} == {k: v.shape for k, v in saved["state"][number].items()}
-
-
-def killed() -> None:
-    trainee = Trainee.make(meshes(2), Case())
-    trainee.train(range(2))
-    if torch.distributed.get_rank() == 3:
-        trainee.module.blocks[0].up.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-    trainee.train(range(2, 4))
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_ends_all_ranks_of_the_mesh() -> None:
-    start = time.monotonic()
-    with pytest.raises(AssertionError) as caught:
-        run_processes(4, killed, timeout_s=300.0)
-    assert time.monotonic() - start < 120.0, "below the groups' timeout"
-    for rank in range(3):
-        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"

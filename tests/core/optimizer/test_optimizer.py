@@ -147,25 +147,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     run_ranks(2, run)
 
 
-def test_parameters_join_by_add_param_group() -> None:
-    """The layout knows all trainable parameters, so an optimizer may start with some and get the rest later."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(module[2].parameters(), lr=0.1), model)
-        before = module[0].weight.detach().clone()
-        for joined in (False, True):
-            if joined:
-                optimizer.add_param_group({"params": list(module[0].parameters()), "lr": 0.2})
-            model.zero_grad()
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-            assert torch.equal(before, module[0].weight) == (not joined)
-
-    run_ranks(2, run)
-
-
 def test_added_group_is_classified() -> None:
     class Mixed(Lamb):
         @torch.no_grad()
@@ -215,31 +196,6 @@ def test_error_if_nonfinite_as_in_torch() -> None:
         model(torch.full((2, 10), float("inf") if rank else 1.0)).square().sum().backward()
         with pytest.raises(RuntimeError, match="error_if_nonfinite=False"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
-
-    run_ranks(2, run)
-
-
-def test_closures_and_steps_without_gradients() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
-        before = [param.detach().clone() for param in module.parameters()]
-        optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "no gradient, no decay"
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(torch.ones(2, 10)).sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure).item() == pytest.approx(module_sum(before))
-        assert not torch.equal(before[0], module[0].weight)
-
-    def module_sum(weights: list[Tensor]) -> float:
-        w0, b0, w2, b2 = weights
-        return float((torch.tanh(torch.ones(2, 10) @ w0.T + b0) @ w2.T + b2).sum())
 
     run_ranks(2, run)
 

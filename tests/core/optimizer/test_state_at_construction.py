@@ -30,7 +30,6 @@ KINDS: dict[str, MakeOptimizer] = {
     "Prepared": lambda params: Prepared(params, lr=0.02),
     "CountsOnState": lambda params: CountsOnState(params, lr=0.02),
 }
-both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
 
 Result = tuple[dict[str, Tensor], dict[int, dict[str, Any]]]
 """Weights, and the state of each parameter."""

@@ -111,31 +111,3 @@ def test_step_memory_is_that_of_a_step_in_place(
         assert same(*ends)
 
     run_ranks(ranks, run)
-
-
-@pytest.mark.parametrize("by_norm", [False, True])
-def test_step_raises_after_replacing_memory(by_norm: bool) -> None:
-    """Its changes of parameters remain, as with torch, and the next step changes the model's."""
-
-    class Raises(ReplacesWeights):
-        fails = False
-
-        def move(self, param: Tensor, direction: Tensor, lr: float) -> None:
-            super().move(param, direction, lr)
-            if self.fails:
-                raise RuntimeError("in the middle")
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        module, model = model_on(group)
-        inner = Raises(module.parameters(), lr=0.02, by_norm=by_norm)
-        optimizer = DistributedOptimizer(inner, model)
-        train(model, optimizer, rank, range(2))
-        inner.fails = True
-        with pytest.raises(RuntimeError, match="in the middle"):
-            train(model, optimizer, rank, range(2, 3))
-        inner.fails = False
-        before = [param.detach().clone() for param in module.parameters()]
-        train(model, optimizer, rank, range(3, 4))
-        assert not any(map(torch.equal, before, module.parameters()))
-
-    run_ranks(2, run)

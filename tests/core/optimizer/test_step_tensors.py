@@ -44,27 +44,13 @@ def test_many_params_step_as_one_tensor_a_bucket() -> None:
 
 HISTORIES = {
     "all": [(ALL, 1.0)] * 4,
-    "one comes late": [(ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
     "one pauses": [(ALL, 1.0), (ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
-    "two pause, one after the other": [
-        (ALL, 1.0),
-        (ALL[:5] + ALL[6:], 1.0),
-        (ALL, 2.0),
-        (ALL[:3] + ALL[4:], 1.0),
-        (ALL, 1.0),
-    ],
     "halves by turns": [(ALL[::2], 1.0), (ALL[1::2], 2.0)] * 3 + [(ALL, 1.0)],
-    "a stretch pauses": [(ALL, 1.0), (ALL[:3], 1.0), (ALL[:3], 3.0), (ALL, 1.0)],
-    "one after the other": [([i], 1.0) for i in ALL] + [(ALL, 1.0)] * 2,
 }
 
 
-@pytest.mark.parametrize(
-    ("history", "make", "looks"), [("all", adam, False), ("one pauses", nadam, False), ("halves by turns", adam, False)]
-)
-def test_params_missing_steps_have_state_of_torch(
-    history: str, make: Callable[[Any], torch.optim.Optimizer], looks: bool
-) -> None:
+@pytest.mark.parametrize(("history", "make"), [("all", adam), ("one pauses", nadam), ("halves by turns", adam)])
+def test_params_missing_steps_have_state_of_torch(history: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """To the bit, counters included: the ranks' gradients are equal, so the mean of two is exact."""
     steps = HISTORIES[history]
     expected, expected_state = reference(Many(12), steps, make)
@@ -73,8 +59,6 @@ def test_params_missing_steps_have_state_of_torch(
         setup = Setup(group, Many(12), make, bucket_size=300)
         for used, factor in steps:
             setup.step(used, factor)
-            if looks:
-                assert setup.optimizer.state is not None
         for param, value in zip(setup.module.parameters(), expected, strict=True):
             assert torch.equal(param.detach(), value)
         return setup.optimizer.state_dict()
@@ -194,6 +178,7 @@ def train(
         if step == 2:
             begun, done = optimizer.num_steps
             assert (done < begun) == (rank in armed and bool(optimizer._impl.runs))
+            assert {id(param) for param in optimizer.param_groups[0]["params"]} <= set(map(id, module.parameters()))
     assert torch.stack([param.detach().isfinite().all() for param in module.parameters()]).all()
     return [param.detach().clone() for param in module.parameters()]
 
