@@ -50,31 +50,18 @@ def test_removed_options_name_their_replacement(make: Callable[[dict[str, object
             make({name: value})
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "auto", True])
-def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
-    with pytest.raises(ValueError, match=rf"bucket_size={value!r}.*positive number of elements"):
-        DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
+WRONG: list[tuple[str, object, str]] = [
+    *(("bucket_size", value, ".*positive number of elements") for value in (0, -1, 1.5, "auto", True)),
+    *(("num_distributed_optimizer_instances", value, ": .*divides the number") for value in (0, 2.0, "2", True, None)),
+    *(("grad_buffer", value, ": expected 'contiguous' or 'pooled'") for value in ("Pooled", True, None)),
+    *((name, "yes", "") for name in field_names() if name not in (*NUMBERS, "grad_buffer")),
+]
 
 
-@pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
-def test_instances_must_be_a_positive_integer(value: object) -> None:
-    with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):
-        DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
-
-
-SWITCHES = [name for name in field_names() if name not in (*NUMBERS, "grad_buffer")]
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_switches_must_be_booleans(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='yes'"):
-        DistributedDataParallelConfig(**{name: "yes"})
-
-
-@pytest.mark.parametrize("value", ["Pooled", True, None, "bucket"])
-def test_gradients_have_one_of_two_places(value: object) -> None:
-    with pytest.raises(ValueError, match=rf"grad_buffer={value!r}: expected 'contiguous' or 'pooled'"):
-        DistributedDataParallelConfig(grad_buffer=value)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "value", "text"), WRONG)
+def test_wrong_values_are_refused_by_name(name: str, value: object, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}{text}"):
+        DistributedDataParallelConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_contradictions_name_both_fields() -> None:

@@ -178,23 +178,6 @@ def test_grads_of_backwards_of_instances_add_up(size: int, instances: int, optio
     run_ranks(size, run)
 
 
-def test_unfrozen_params_join_the_instances() -> None:
-    def train(rank: int, group: ProcessGroup, instances: int) -> list[Tensor]:
-        module = WholeGrads(torch.float32)
-        module.odd.requires_grad_(False)
-        model = wrap(group, module, instances)
-        optimizer = DistributedOptimizer(adamw(list(module.parameters())), model)
-        train_whole(rank, model, optimizer, module, 1, range(2))
-        module.odd.requires_grad_(True)
-        seen = train_whole(rank, model, optimizer, module, 1, range(2, 6))
-        model.close()
-        return seen
-
-    two, one = (run_ranks(4, functools.partial(train, instances=instances)) for instances in (2, 1))
-    assert_equal_on_all(two)
-    assert_equal_on_all([two[0], one[0]])
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -86,19 +86,6 @@ def test_call_on_one_rank_says_where_others_are(caller: int, size: int) -> None:
     assert max(seconds) < 30, "not the patience of a minute, nor the group's timeout"
 
 
-def call_before_the_step() -> bool:
-    """Rank 0 has done its part of the reduction, so that the others step meanwhile."""
-    training = Training()
-    training.train(0, backwards=1)
-    start = time.monotonic()
-    if dist.get_rank() == 0:
-        with pytest.raises(NotOnAllRanksError, match=r"rank 1 is elsewhere, waiting in [a-z-]+"):
-            training.optimizer.state_dict()
-        assert time.monotonic() - start < 30, "not the patience of a minute"
-    training.optimizer.step()
-    return training.finish()
-
-
 def load_meanwhile() -> bool:
     """Rank 1 is about to load another state when rank 0 asks for the one before: it loads with rank 0 only."""
     training = Training()
@@ -142,17 +129,6 @@ def wait_for_rank_zero() -> bool:
     return training.finish()
 
 
-def meet_on_rank_zero() -> bool:
-    """A call that needs all ranks, as for a directory; rank 1 is in the next backward."""
-    training = Training()
-    start = time.monotonic()
-    if dist.get_rank() == 0:
-        with pytest.raises(NotOnAllRanksError, match=r"but rank 1 is elsewhere, waiting in [a-z-]+"):
-            training.model.engine.collectives.require_all_ranks("saving")
-        assert time.monotonic() - start < 30, "not the patience of a minute"
-    return training.finish()
-
-
 def call_different_things() -> bool:
     """Either rank learns that the other is elsewhere."""
     training = Training()
@@ -187,10 +163,8 @@ def cases() -> dict[str, Any]:
 
 
 CASES = [
-    call_before_the_step,
     load_meanwhile,
     wait_for_rank_zero,
-    meet_on_rank_zero,
     call_different_things,
     call_for_two_optimizers,
     call_late,
@@ -198,7 +172,7 @@ CASES = [
 
 
 def test_call_on_some_ranks_is_refused() -> None:
-    """Between backward and step, while another state is loaded, of different optimizers; and being late is no error."""
+    """While another state is loaded, of different optimizers; and being late is no error."""
     for outcome in run_processes(2, cases):
         assert outcome == {case.__name__: True for case in CASES}
 

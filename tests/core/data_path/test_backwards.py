@@ -175,36 +175,6 @@ def test_promised_params_without_grad_are_named() -> None:
     run_ranks(2, later)
 
 
-class Opaque:
-    """An output whose contents are not visible."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-@pytest.mark.parametrize("wrap_output", [lambda out: out, Opaque], ids=["tensor", "opaque"])
-def test_a_backward_that_raised_leaves_nothing_behind(wrap_output: Callable[[Tensor], Any]) -> None:
-    class Wrapped(nn.Sequential):
-        def forward(self, x: Tensor) -> Any:
-            return wrap_output(super().forward(x))
-
-    def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
-        module = Wrapped(*two_layers())
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
-        hook = module[0].weight.register_hook(_raise)
-        for number in (5, 0):
-            out = model(batch(rank, number))
-            loss = getattr(out, "hidden", out).square().sum()
-            if number == 5:
-                with pytest.raises(ZeroDivisionError):
-                    loss.backward()
-                hook.remove()
-        loss.backward()
-        return [model.full_grad(param) for param in module.parameters()]
-
-    assert_equal(run_ranks(2, run), grads_with_ddp(two_layers, one_backward))
-
-
 def _raise(grad: Tensor) -> Tensor:
     raise ZeroDivisionError("in the middle of backward")
 

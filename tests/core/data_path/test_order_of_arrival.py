@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import Event, EventKind
@@ -57,31 +56,6 @@ def test_buckets_launch_early_from_second_step(reverse: bool, size: int, sharded
     run_ranks(size, run)
 
 
-def test_model_in_registered_order_stays() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = Layers(reverse=False)
-        module.never.requires_grad_(False)
-        model, events, collectives = wrap(group, module)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        buckets = len(model.layout.buckets)
-        assert buckets >= 6
-        for step in range(3):
-            collectives.calls.clear()
-            model(batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 0:  # rank 0 sends the others the order
-                places = [param.data_ptr() for param in module.parameters()]
-                continue
-            assert [call.name for call in collectives.calls] == (
-                ["reduce_scatter"] * buckets + ["all_reduce_max"] + ["all_gather"] * buckets
-            )
-        assert moves(events) == 0
-        assert [param.data_ptr() for param in module.parameters()] == places
-
-    run_ranks(2, run)
-
-
 class OtherOrders(Layers):
     """Runs its layers in an order of its own on each rank."""
 
@@ -117,44 +91,6 @@ def test_other_orders_become_that_of_rank_0(find_unused_parameters: bool) -> Non
 
 # Buckets that are filled in the order seen change nothing but that order.  The same training with
 # ``overlap_grad_reduce=False`` keeps the order of registration.
-
-
-class UsedByTwoCheckpoints(Layers):
-    """Its third layer is recomputed twice in a backward, by nested ones, so that its gradient comes in two parts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in (5, 3, 2, 4, 3, 1, 0):
-            if number == 3:
-                x = x + checkpoint(self.layers[3], x, use_reentrant=True)
-            else:
-                x = x + torch.tanh(self.layers[number](x))
-        return (self.scale * x).float().square().mean()
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_layer_with_late_grad_goes_last(sharded: bool) -> None:
-    """It is complete at the end of backward only, as what is never used, and keeps no other bucket waiting."""
-
-    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
-        module = UsedByTwoCheckpoints(reverse=True)
-        options = {"overlap_grad_reduce": moving, "use_distributed_optimizer": sharded}
-        model, events, _ = wrap(group, module, **options)
-        optimizer = DistributedOptimizer(momentum(model), model)
-        for step in range(4):
-            model(batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert moves(events) == moving
-        if moving:
-            order = [model.layout.params[index].name for bucket in model.layout.buckets for index in bucket.params]
-            assert sorted(order[-4:]) == ["layers.3.bias", "layers.3.weight", "never.bias", "never.weight"]
-        return [param.detach().clone() for param in module.parameters()]
-
-    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
-    for mine, theirs in zip(ours, reference, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert all(map(torch.equal, *ours))
 
 
 class InAnyOrder(nn.Module):

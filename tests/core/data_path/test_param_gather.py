@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.events import Event, EventKind
+from megastrategy.core.events import Event
 from tests.support.data_path import buffers_of
 from tests.support.doubles import DelayingCollectives, FailingCollectives
 from tests.support.processes import run_processes
@@ -195,38 +195,6 @@ def test_layers_wait_for_their_own_bucket_only() -> None:
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("overlap", CHOICES)
-def test_gathers_start_and_end_when_the_option_says(overlap: bool) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, overlap)
-        calls: list[int] = []
-        inner_step = type(setup.optimizer.optimizer).step
-        buckets = len(setup.model.layout.buckets)
-        setup.events.clear()
-
-        class Counting(torch.optim.AdamW):
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                calls.append(sum(event.kind is EventKind.GATHER_START for event in setup.events))
-                inner_step(self)
-
-        setup.optimizer.optimizer.__class__ = Counting
-        setup.step()
-        kinds = [event.kind for event in setup.events]
-        started, ended = kinds.count(EventKind.GATHER_START), kinds.count(EventKind.GATHER_END)
-        # With True the gathers of the step before end in this one's forward.
-        assert (started, ended) == (buckets, buckets)
-        assert calls == [0], "one call, and then all gathers"
-        last = len(kinds) - 1 - kinds[::-1].index(EventKind.STEP_END)
-        assert kinds[:last].count(EventKind.GATHER_START) == 0
-        arrived_after = kinds[last:].count(EventKind.GATHER_END)
-        assert arrived_after == (0 if overlap else buckets)
-        order = [event.index for event in setup.events if event.kind is EventKind.GATHER_START]
-        assert order == sorted(order, reverse=True), "the first layers first"
-        setup.model.close()
-
-    run_ranks(2, run)
-
-
 def test_step_without_arrived_weights_is_not_done() -> None:
     """Otherwise a save after the error would combine other ranks' old weights with new state. The next step that
     gathers all weights corrects it."""
@@ -352,40 +320,3 @@ def test_dtensor_reads_see_the_step() -> None:
             assert not torch.equal(readings[0], readings[1]), name
             assert all(map(torch.equal, readings, overlapped)), name
             assert all(map(torch.equal, weights, overlapped_weights)), name
-
-
-class Quiet(Parameter):
-    """A parameter whose operations do not dispatch on its class, as quantised weights may define it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def memory(self) -> list[float]:
-        return self.detach().reshape(-1).tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_subclass_reads_see_the_step(dtype: torch.dtype) -> None:
-    def run(rank: int, group: ProcessGroup, overlap: bool) -> list[list[float]]:
-        torch.manual_seed(0)
-        weight = torch.linspace(-1.0, 1.0, 48, dtype=dtype).view(6, 8)
-        module = nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 6, bias=False, dtype=dtype))
-        module[0].weight.data, module[0].bias.data = torch.ones(8, 8, dtype=dtype), torch.ones(8, dtype=dtype)
-        module[1].weight = quiet = Quiet(weight)
-        model = DistributedDataParallel(
-            module,
-            DistributedDataParallelConfig(bucket_size=48, overlap_param_gather=overlap),
-            collectives=DelayingCollectives(group, 0.05, ("all_gather",)),
-        )
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-        readings = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.full((4, 8), 1.0 + rank, dtype=dtype)).square().mean().backward()
-            optimizer.step()
-            readings.append(quiet.memory())
-        model.close()
-        return readings
-
-    expected = run_ranks(2, lambda rank, group: run(rank, group, False))
-    assert expected[0] == expected[1]
-    assert run_ranks(2, lambda rank, group: run(rank, group, True)) == expected

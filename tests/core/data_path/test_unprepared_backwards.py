@@ -133,14 +133,6 @@ def between_a_forward_and_its_backward(loop: Loop) -> None:
     loop.see()
 
 
-def one_forward_two_backwards(loop: Loop) -> None:
-    loss = loop.loss(70)
-    loss.backward(retain_graph=True)
-    loop.see()
-    loss.backward()
-    loop.see()
-
-
 def two_forwards_two_backwards(loop: Loop) -> None:
     one, other = loop.loss(70), loop.loss(71)
     one.backward()
@@ -184,14 +176,6 @@ def backward_under_no_sync_of_a_forward_outside(loop: Loop) -> None:
     loop.see()
 
 
-def validation_before_the_backward(loop: Loop) -> None:
-    loss = loop.loss(70)
-    with torch.no_grad():
-        loop.loss(71)
-    loss.backward()
-    loop.see()
-
-
 def in_a_checkpoint(loop: Loop) -> None:
     for number in range(2):
         loop.optimizer.zero_grad()
@@ -219,14 +203,12 @@ SCENARIOS: list[Scenario] = [
     gradients_before_the_first_forward,
     left_for_the_next_backward,
     between_a_forward_and_its_backward,
-    one_forward_two_backwards,
     two_forwards_two_backwards,
     second_backward_on_one_rank,
     two_forwards_one_backward,
     forward_and_another_under_no_sync,
     forward_without_a_backward,
     backward_under_no_sync_of_a_forward_outside,
-    validation_before_the_backward,
     in_a_checkpoint,
     adversarial_example,
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import random
@@ -71,21 +70,12 @@ def numpy_state() -> Any:
 TRACES: dict[str, tuple[Callable[[], Calls], Callable[[Calls], Any]]] = {
     "an object that is called": (lambda: make(lambda o: o.ramp(), ramp=Ramp()), lambda o: o.ramp.calls),
     "a bound method": (lambda: make(lambda o: o.ramp(), ramp=Ramp().next), lambda o: o.ramp.__self__.calls),
-    "a partial": (
-        lambda: make(lambda o: o.ramp(), ramp=functools.partial(Ramp.next, Ramp())),
-        lambda o: o.ramp.args[0].calls,
-    ),
-    "a deque": (lambda: make(lambda o: o.seen.append(1), seen=collections.deque(maxlen=9)), lambda o: list(o.seen)),
     "Python's random numbers": (lambda: make(lambda o: random.random()), lambda o: random.getstate()),
     "numpy's random numbers": (lambda: make(lambda o: numpy_random().rand()), lambda o: numpy_state()),
     "torch's random numbers": (lambda: make(lambda o: torch.rand(3)), lambda o: torch.get_rng_state().tolist()),
     "a generator of torch's": (
         lambda: make(lambda o: torch.rand(3, generator=o.generator), generator=torch.Generator()),
         lambda o: o.generator.get_state().tolist(),
-    ),
-    "a generator of Python's": (
-        lambda: make(lambda o: o.generator.random(), generator=random.Random(3)),
-        lambda o: o.generator.getstate(),
     ),
     "a tensor behind a function": (
         lambda: make(functools.partial(lambda sums, o: sums.add_(1), torch.zeros(3))),

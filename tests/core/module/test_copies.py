@@ -38,13 +38,12 @@ def make_optimizer(model: DistributedDataParallel) -> DistributedOptimizer:
     return DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
 
 
-def train(model: Any, rank: int, after_step: Callable[[], None] = lambda: None) -> None:
+def train(model: Any, rank: int) -> None:
     optimizer = make_optimizer(model)
     for step in range(3):
         optimizer.zero_grad()
         model(batch(rank, step)).square().sum().backward()
         optimizer.step()
-        after_step()
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
@@ -169,6 +168,3 @@ def test_copy_of_shards_or_main_params_is_refused(
         assert len(optimizer.state_dict()["param_groups"][0]["params"]) == 4
 
     run_ranks(size, run)
-
-
-# --- closing ---------------------------------------------------------------------------------------------------------

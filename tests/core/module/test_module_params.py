@@ -72,23 +72,10 @@ class HidesItsHead(Net):
         yield from (pair for pair in super().named_parameters(*args, **kwargs) if not pair[0].startswith("head"))
 
 
-class HidesAll(Net):
-    """And shows its children's and its own to who asks for them one by one."""
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        yield from super().named_parameters(prefix, recurse=False)
-
-
 class ScriptsItsBody(Net):
     def __init__(self) -> None:
         super().__init__()
         self.body = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)))
-
-
-class TracesItsHead(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.jit.trace(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)), torch.ones(2, 5))
 
 
 def scripted() -> nn.Module:
@@ -128,11 +115,9 @@ def weights(module: nn.Module) -> list[Tensor]:
     ("kind", "size", "options"),
     [
         (OldSignature, 2, ENGINES["reduce-scatter"]),
-        (TracesItsHead, 2, ENGINES["reduce-scatter"]),
         (scripted, 2, ENGINES["reduce-scatter"]),
-        (HidesAll, 2, ENGINES["all-reduce"]),
         (ScriptsItsBody, 2, ENGINES["forward"]),
-        (HidesItsHead, 1, ENGINES["pooled"]),
+        (HidesItsHead, 2, ENGINES["pooled"]),
     ],
 )
 def test_modules_hide_no_params(kind: Callable[[], nn.Module], size: int, options: Mapping[str, Any]) -> None:

@@ -65,31 +65,6 @@ def test_users_optimizer_steps_and_shows_params() -> None:
     run_ranks(2, run)
 
 
-def test_a_group_of_which_a_rank_owns_nothing_stays() -> None:
-    def run(rank: int, group: ProcessGroup) -> list[int]:
-        module = two_layers()
-        model = DistributedDataParallel(module, SHARDED, group)
-        groups = [{"params": [param], "lr": 0.1 * (i + 1)} for i, param in enumerate(module.parameters())]
-        lengths: list[int] = []
-
-        class Noting(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-                lengths.extend(len(group["params"]) for group in self.param_groups)
-                return super().step(closure)
-
-        optimizer = DistributedOptimizer(Noting(groups, lr=1.0), model)
-        optimizer.register_step_post_hook(lambda *_: None)  # then all is stepped in one call
-        lengths.clear()  # of copies
-        model(torch.ones(2, 10)).sum().backward()
-        optimizer.step()
-        assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-        return lengths
-
-    lengths = run_ranks(2, run)
-    assert all(len(rank) == 4 for rank in lengths)
-    assert any(0 in rank for rank in lengths), "some rank owns nothing of some group"
-
-
 @pytest.mark.parametrize(("name", "sharded"), [("NAdam", True), ("AdamW", True), ("ASGD", False)])
 def test_fp64_state_resumes_in_dtype_of_torch_ddp(name: str, sharded: bool) -> None:
     """torch makes some counters in fp32; what it loads, all but ``step``, gets the parameter's dtype."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import make_collectives
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.prepared_optimizers import CountsOnState, Prepared
@@ -26,7 +25,6 @@ KINDS: dict[str, MakeOptimizer] = {
     "Adagrad(initial_accumulator_value=0.5)": lambda params: torch.optim.Adagrad(
         params, lr=0.02, initial_accumulator_value=0.5
     ),
-    "Adagrad(fused=True)": lambda params: torch.optim.Adagrad(params, lr=0.02, fused=True),
     "Prepared": lambda params: Prepared(params, lr=0.02),
     "CountsOnState": lambda params: CountsOnState(params, lr=0.02),
 }
@@ -68,14 +66,14 @@ def emulate(make: MakeOptimizer, dtype: torch.dtype, size: int) -> Result:
 
 
 class Ours:
-    """The same under the engine. ``first``: the step that comes next."""
+    """The same under the engine."""
 
-    def __init__(self, make: MakeOptimizer, dtype: torch.dtype, sharded: bool, first: int = 0, **where: Any) -> None:
-        self.dtype, self.rank = dtype, where["collectives"].rank if "collectives" in where else 0
+    def __init__(self, make: MakeOptimizer, dtype: torch.dtype, sharded: bool, group: ProcessGroup) -> None:
+        self.dtype, self.rank = dtype, group.rank()
         self.module = two_layers().to(dtype)
-        change(self.module, first)
+        change(self.module, 0)
         config = DistributedDataParallelConfig(bucket_size=100, use_distributed_optimizer=sharded)
-        self.model = DistributedDataParallel(self.module, config, **where)
+        self.model = DistributedDataParallel(self.module, config, group)
         self.optimizer = DistributedOptimizer(make(self.module.parameters()), self.model)
 
     def train(self, steps: range) -> None:
@@ -110,7 +108,6 @@ def assert_same_tensors(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     [
         (KINDS["Adagrad"], 1, True, torch.bfloat16),
         (KINDS["Adagrad(initial_accumulator_value=0.5)"], 2, False, torch.float16),
-        (KINDS["Adagrad(fused=True)"], 1, True, torch.bfloat16),
         (KINDS["Prepared"], 1, True, torch.bfloat16),
         (KINDS["CountsOnState"], 1, True, torch.bfloat16),
     ],
@@ -119,8 +116,7 @@ def test_it_equals_plain_torch_with_fp32_main_params(
     make: MakeOptimizer, size: int, sharded: bool, dtype: torch.dtype
 ) -> None:
     def run(rank: int, group: ProcessGroup) -> Result:
-        collectives = make_collectives(group, torch.device("cpu"))
-        ours = Ours(make, dtype, sharded, collectives=collectives)
+        ours = Ours(make, dtype, sharded, group)
         ours.train(range(NUM_STEPS))
         return ours.result()
 

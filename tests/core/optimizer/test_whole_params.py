@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
@@ -263,37 +261,6 @@ def test_a_parameter_that_joins_later_gets_an_owner(dtype: torch.dtype) -> None:
             assert len(owners_of(model).rank_of) == (4 if sharded else 0)
         assert same(ends[0][0], ends[1][0])
         assert rank or same(ends[0][1], ends[1][1])
-
-    run_ranks(2, run)
-
-
-class Scalars(nn.Module):
-    """Nothing but scalars, as a group of temperatures is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(value)) for value in (0.5, -2.0, 3.0)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scales[0] + x.square() * self.scales[1] + self.scales[2]
-
-
-@pytest.mark.parametrize("kind", [optimizers.LambWithMoments, optimizers.AdamByAnotherName])
-def test_scalars_step_as_under_torch_ddp(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    """The saved state has their shape, too."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        theirs = Scalars()
-        ddp, reference = TorchDDP(theirs, process_group=group), kind(theirs.parameters(), lr=0.02)
-        ours = Scalars()
-        model = DistributedDataParallel(ours, DistributedDataParallelConfig(), group)
-        optimizer = DistributedOptimizer(kind(ours.parameters(), lr=0.02), model)
-        for engine, stepping in ((ddp, reference), (model, optimizer)):
-            train(engine, stepping, rank, range(3))  # type: ignore[arg-type]
-        state = optimizer.state_dict()
-        model.close()
-        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-        assert rank or same(state["state"], reference.state_dict()["state"])
 
     run_ranks(2, run)
 

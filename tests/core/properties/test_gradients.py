@@ -147,30 +147,6 @@ def test_gradients_equal_torch_ddp(scenario: Scenario, engine: dict[str, Any]) -
     assert_equal(ours, reference, 1e-6 if rounds_elsewhere else 0.0)
 
 
-def test_all_reduce_shows_grads_until_zeroed() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        module = two_layers()
-        module.register_parameter("idle", nn.Parameter(torch.ones(3)))
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=False), group)
-        one_backward(model, rank)
-        weight = module[0].weight
-        before = weight.grad
-        assert before is not None
-        assert module.idle.grad is None
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
-        assert weight.grad is before, "a step leaves gradients alone"
-        address = before.data_ptr()
-        del before  # or its keeper would have it
-        model.zero_grad()
-        assert weight.grad is None
-        one_backward(model, rank)
-        assert weight.grad.data_ptr() == address, "the same memory is used again"
-        model.zero_grad(set_to_none=False)
-        assert not weight.grad.any()
-
-    run_ranks(2, run)
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 def test_autograd_adds_into_the_buffer_without_a_copy(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:

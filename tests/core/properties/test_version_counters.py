@@ -3,7 +3,7 @@ and the optimizer would, and no others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from tests.support.engines import engines
 from tests.support.ranks import run_ranks
-from tests.support.user_code import TORCH_DDP_MOVES_VERSIONS, WHY_TORCH_DDP_REFUSES
 
 ENGINES = {
     **engines("reduce-scatter", bucket_size=1),
@@ -66,73 +65,6 @@ def wrapped(
 
 def versions(module: nn.Module) -> dict[str, int]:
     return {name: tensor._version for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-
-# --- between a forward and its backward ------------------------------------------------------------------------------
-
-
-def second_forward(model: Any, module: Net, rank: int) -> Tensor:
-    return model(batch(rank, 91)).square().mean()
-
-
-def validation(model: Any, module: Net, rank: int) -> None:
-    module.eval()
-    with torch.no_grad():
-        model(batch(rank, 92))
-    module.train()
-
-
-def inference(model: Any, module: Net, rank: int) -> None:
-    module.eval()
-    with torch.inference_mode():
-        model(batch(rank, 93))
-    module.train()
-
-
-def no_sync_forward(model: Any, module: Net, rank: int) -> Tensor:
-    with model.no_sync():
-        return model(batch(rank, 94)).square().mean()
-
-
-@pytest.mark.skipif(TORCH_DDP_MOVES_VERSIONS, reason=WHY_TORCH_DDP_REFUSES)
-@pytest.mark.parametrize(
-    ("between", "size", "options"),
-    [
-        pytest.param(second_forward, 2, ENGINES["reduce-scatter"], id="second_forward-2-reduce-scatter"),
-        pytest.param(inference, 2, ENGINES["all-reduce"], id="inference-2-all-reduce"),
-        pytest.param(no_sync_forward, 2, ENGINES["pooled"], id="no_sync_forward-2-pooled"),
-        pytest.param(second_forward, 2, ENGINES["forward"], id="second_forward-2-forward"),
-        pytest.param(second_forward, 2, ENGINES["flattened"], id="second_forward-2-flattened"),
-        pytest.param(validation, 1, ENGINES["late"], id="validation-1-late"),
-    ],
-)
-def test_a_forward_between_a_forward_and_its_backward(
-    between: Callable[[Any, Net, int], Tensor | None], size: int, options: Mapping[str, Any]
-) -> None:
-    """As in DCGAN, SimSiam, or a validation in the middle. torch DDP preserves the versions of the buffers that it
-    broadcasts; a rank's BatchNorm then reads rank 0's, here as there."""
-
-    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> dict[str, Tensor]:
-        module, model, optimizer = wrapped(rank, group, options)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = model(batch(rank, step)).square().mean()
-            other = between(model, module, rank)
-            (loss if other is None else loss + other).backward()
-            optimizer.step()
-        if options is not None:
-            model.close()
-        return {name: value.clone() for name, value in module.state_dict().items()}
-
-    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
-    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert mine.keys() == reference.keys()
-        for name in mine:
-            torch.testing.assert_close(mine[name], reference[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-# --- a step ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
