@@ -23,10 +23,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torchft.coordination import LighthouseServer
 
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
-from megastrategy._replicas import start_lighthouse
 from megastrategy.core import Collectives, SingleRankCollectives
 
 from .cases import gpt, next_token_loss
@@ -187,7 +187,8 @@ def main(*, cases: tuple[str, ...], rounds: int, steps: int, out: Path) -> None:
     figures: dict[str, Any] = {"load before": os.getloadavg()}
     with Console(stderr=True).status("starting") as status:
         for name in cases:
-            server = start_lighthouse("[::]:0", heartbeat_s=5.0, skew_s=120.0)
+            timeouts = {"join_timeout_ms": 120_000, "heartbeat_timeout_ms": 5_000}
+            server = LighthouseServer(bind="[::]:0", min_replicas=1, **timeouts)
             address = f"http://localhost:{server.address().rpartition(':')[2]}"
             ranks = run_ranks(loopback_places(2), measure_steps, name, address, rounds, steps, on_word=status.update)
             server.shutdown()

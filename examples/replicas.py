@@ -1,7 +1,7 @@
 """Trains a small network on scikit-learn's digits in replicas that may fail and come back.
 
-    megastrategy replicas --of 2 --ranks 2 --heartbeat 2 --skew 10 examples/replicas.py
-    megastrategy replicas --of 2 --ranks 2 --heartbeat 2 --skew 10 examples/replicas.py --kill 1:30 0:200
+    OF=2 RANKS=2 HEARTBEAT_MS=2000 examples/replicas.sh examples/replicas.py
+    OF=2 RANKS=2 HEARTBEAT_MS=2000 examples/replicas.sh examples/replicas.py --kill 1:30 0:200
 
 The second command kills a process of replica 1 in step 30, as a machine that breaks would, and of replica 0 in step
 200; kill -9 is the same. The other replica repeats that batch by itself and goes on, and the killed one comes back.

@@ -26,14 +26,13 @@ import concurrent.futures
 import contextlib
 import copy
 import importlib
-import logging
 import os
 import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp, TCPStore  # type: ignore[attr-defined] # not in the stubs
 
 from .core import CollectiveError, DistributedDataParallel, ReplicaMismatchError
-from .data import set_epoch
 
-HEARTBEAT_S, SKEW_S, PATIENCE_S = 5.0, 60.0, 600.0
 _CONNECT_S = 3.0
 """Seconds in which the members of a new group connect: they have heard of it at one time, and all are up. One that is
 killed meanwhile is waited for so long; a shorter time than one needs costs a batch that runs again."""
@@ -51,10 +48,15 @@ _LOST_S = 5.0
 """Seconds of waiting for a quorum after which the lighthouse is asked whether it runs: torchft waits on without it."""
 _AGAIN_S = 0.1
 """Seconds between two quorums while replicas are missing."""
-_DIGEST_BITS = 52
-"""Those of an integer that fp64 represents."""
 T = TypeVar("T")
-_log = logging.getLogger("megastrategy")
+
+
+class _State(NamedTuple):
+    """Reads and writes one of the loop's states; see :meth:`Replicas.register`."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    is_copied: bool = True
 
 
 class Replicas:
@@ -67,10 +69,8 @@ class Replicas:
         of: the number of replicas that start together. None: ``NUM_REPLICA_GROUPS`` in the environment.
         slot: this replica's number, from 0; the same when it comes back. None: ``REPLICA_GROUP_ID``.
         lighthouse: the address of torchft's lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
-        minimum: the number of replicas below which nothing is stepped: they wait before the next batch. One that comes
-            back counts.
-        skew_s: the longest time by which one replica may be later than another. None: ``MEGASTRATEGY_SKEW_S``, or 60.
-        patience_s: the seconds for which missing replicas are waited for. None: ``MEGASTRATEGY_PATIENCE_S``, or 600.
+        skew_s: the longest time by which one replica may be later than another.
+        patience_s: the seconds for which missing replicas are waited for at the start.
         backend: "gloo" or "nccl", between replicas. A process group of NCCL may hang when a replica ends.
         process_group: all ranks of this replica. None: the default group, if there is one.
 
@@ -94,32 +94,26 @@ class Replicas:
         slot: int | None = None,
         *,
         lighthouse: str | None = None,
-        minimum: int = 1,
-        skew_s: float | None = None,
-        patience_s: float | None = None,
+        skew_s: float = 60.0,
+        patience_s: float = 600.0,
         backend: str = "gloo",
         process_group: Any = None,
     ) -> None:
-        self.of = _number(of, "of", "NUM_REPLICA_GROUPS")
-        self.slot = _number(slot, "slot", "REPLICA_GROUP_ID")
-        self._lighthouse = _address(_setting(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
-        if not 1 <= minimum <= self.of:
-            raise ValueError(f"minimum={minimum}: expected a number from 1 to of={self.of}")
+        self.of = int(_setting(of, "of", "NUM_REPLICA_GROUPS"))
+        self.slot = int(_setting(slot, "slot", "REPLICA_GROUP_ID"))
+        self._lighthouse = str(_setting(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
         if not 0 <= self.slot < self.of:
             raise ValueError(f"slot={self.slot}: expected a number from 0 to {self.of - 1}, since of={self.of}")
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r}: expected 'gloo' or 'nccl'")
-        self._minimum = minimum
-        self._skew_s = float(skew_s or os.environ.get("MEGASTRATEGY_SKEW_S") or SKEW_S)
-        self._patience_s = float(patience_s or os.environ.get("MEGASTRATEGY_PATIENCE_S") or PATIENCE_S)
+        self._skew_s = skew_s
+        self._patience_s = patience_s
         self._backend = backend
         self._ranks = process_group
         self.epoch = self.batch = self.step = 0
-        self.dropped = self.healed = self.should_stop = False
-        self.is_leader = False
-        self._torchft = _torchft("torchft")  # its absence is reported at the start, not at the first batch
-        self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
-        self._large_states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        self.dropped = self.healed = self.should_stop = self.is_leader = False
+        self._torchft = _import_torchft()  # its absence is reported at the start, not at the first batch
+        self._states: dict[str, _State] = {"place": _State(lambda: (self.epoch, self.batch), self._set_place)}
         self._model: DistributedDataParallel | None = None
         self._manager: Any = None
         self._group: Any = None
@@ -127,12 +121,9 @@ class Replicas:
         self._before: dict[str, int] = {}  # the Manager's state when the batch began
         self._received: dict[str, Any] | None = None
         self._is_open = False  # whether a quorum was asked for, and the vote has not come
-        self._is_together = False  # whether enough replicas are there
-        self._has_started = False  # whether a step was made
         self._ends = False  # whether this replica has made its last step
         self._is_over = False  # whether any replica has
         self._has_left = False  # whether all have, and know the last step
-        self._is_first_rank = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Makes this object None in copies and pickles of objects that refer to it, once it has a model."""
@@ -197,9 +188,9 @@ class Replicas:
         with another replica's state at the end of a backward, or with this one's before a batch runs again. Without
         ``is_copied`` a large state is read only when it is sent, in another thread, and is not restored.
         """
-        if name in self._states or name in self._large_states:
+        if name in self._states:
             raise ValueError(f"{name!r} is registered already: give each state a name of its own")
-        (self._states if is_copied else self._large_states)[name] = get, put
+        self._states[name] = _State(get, put, is_copied)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -215,20 +206,7 @@ class Replicas:
     @property
     def writes(self) -> bool:
         """Whether this replica writes files: the leader, and before the first step replica 0."""
-        return self.is_leader if self._has_started else self.slot == 0
-
-    def writes_in(self, call: str) -> bool:
-        """Returns whether this replica writes the file of a ``call`` that all make: the leader does.
-
-        Raises:
-            ValueError: before the first step, when there is no leader yet.
-        """
-        if not self._has_started:
-            raise ValueError(
-                f"{call} before the first step of the replicas: the leader writes, and which one that is, is unknown "
-                "until they have met. Call it in the loop or after it"
-            )
-        return self.is_leader
+        return self.is_leader if self.step else self.slot == 0
 
     def epochs(self, num: int) -> Iterator[int]:
         """Yields the numbers of the epochs that are left, up to ``num``, and leaves the replicas after the last one."""
@@ -313,10 +291,9 @@ class Replicas:
         if self._is_open or self._manager is None:
             return
         self._before = self._manager.state_dict()
-        self._loop = {"place": (self.epoch, self.batch)}
-        self._loop |= {name: copy.deepcopy(get()) for name, (get, _) in self._states.items()}
+        self._loop = {name: copy.deepcopy(state.get()) for name, state in self._states.items() if state.is_copied}
         self._start_quorum()
-        if not self._is_together:
+        if not self.step:
             self._wait_for_others()
 
     def _start_quorum(self) -> None:
@@ -338,24 +315,22 @@ class Replicas:
             raise self._unreachable(error) from error
 
     def _wait_for_others(self) -> None:
-        """Waits until all replicas are there at the start, later until there are enough."""
-        needed = self._minimum if self._has_started or self._ends else self.of
+        """Waits until all replicas are there at the start."""
         deadline = time.monotonic() + self._patience_s
         # Only facts of the quorum, which all ranks of this replica have alike: they vote the same number of times.
         while True:
             self._wait_for_quorum()
-            if len(self.members) >= needed or not self._manager.is_participating():
+            if self._ends or len(self.members) == self.of or not self._manager.is_participating():
                 break
             if time.monotonic() > deadline:
                 raise CollectiveError(
-                    f"replica {self.slot}: {needed} replicas are needed, and after {self._patience_s:g} s these are "
-                    f"there: {list(self.members)}. Start the others, or pass another number (of=, minimum=)"
+                    f"replica {self.slot}: {self.of} replicas begin together, and after {self._patience_s:g} s "
+                    f"these are there: {list(self.members)}. Start the others, or pass another number (of=)"
                 )
             self._manager.report_error(RuntimeError("more replicas are needed"))
             self._vote()
             time.sleep(_AGAIN_S)
             self._start_quorum()
-        self._is_together = True
 
     def reduce(self, shard: Tensor) -> None:
         self._sum(shard)
@@ -376,21 +351,16 @@ class Replicas:
         self._meet()
         if is_refused:
             self._manager.report_error(RuntimeError("a rank has refused the gradients"))
-        if len(self.members) < self._minimum and not self._ends:
-            self._manager.report_error(RuntimeError("more replicas are needed"))
-            self._is_together = False
         buffers = self._buffers_of_leader()
         committed = self._vote()
-        if committed and self._manager.errored() is None:
-            self._set_buffers(buffers)
+        if committed and self._manager.errored() is None and not self._is_over:
+            for buffer, values in buffers:
+                buffer.copy_(values.view(buffer.shape))
         if committed:
-            self._has_started = True
             if self._is_over or not self._ends:
                 self.step = self._manager.current_step() - self._is_over  # the last vote of one that ends is no step
             self.should_stop = self._is_over or bool(self._store.check(["stop"]))
             self._has_left = self._is_over
-        elif not self._has_started:
-            self._is_together = False  # the others may have left meanwhile, and their state was not received
         return committed and not self._is_over
 
     # --- sums --------------------------------------------------------------------------------------------------------
@@ -446,27 +416,26 @@ class Replicas:
         if self._manager.errored() is not None:
             return
         rows = {slot: row for slot, row in enumerate(table.tolist()) if row[0]}
+        mine = rows[self.slot]
         self._is_over = any(row[3] for row in rows.values())
-        if self._is_over or any(len({row[column] for row in rows.values()} - {0.0}) > 1 for column in (1, 2)):
+        columns = {1: "model, options, or number of ranks", 2: "weights at the start"}
+        unequal = [column for column in columns if len({row[column] for row in rows.values()} - {0.0}) > 1]
+        if self._is_over or unequal:
             # A replica that leaves now would end the group before others have the table.
             with contextlib.suppress(RuntimeError):  # of one that has left after it: the table is complete here
                 self._group.allreduce([torch.zeros(1, device=self._device)], self._sum_options()).wait()
-        if rows[self.slot][0] > 1:
+        if mine[0] > 1:
             self._fail(RuntimeError("two replicas have one number"))
             raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")
-        for column, what in ((1, "model, options, or number of ranks"), (2, "weights at the start")):
-            digests = {row[column] for row in rows.values() if row[column]}
-            right = collections.Counter(row[column] for row in rows.values() if row[4]).most_common(1)
-            mine = rows[self.slot][column]
-            if mine and mine != right[0][0]:
-                self._fail(RuntimeError("this replica differs"))
-                others = [slot for slot, row in rows.items() if row[column] not in (0, mine)]
+        for column in unequal:
+            self._fail(RuntimeError(f"a replica has another {columns[column]}, and ends"))
+            right, _ = collections.Counter(row[column] for row in rows.values() if row[4]).most_common(1)[0]
+            if mine[column] not in (0, right):
+                others = [slot for slot, row in rows.items() if row[column] not in (0, mine[column])]
                 raise ReplicaMismatchError(
-                    f"replica {self.slot} has another {what} than replicas {others}. Build the same in all, with the "
-                    "same seed (torch.manual_seed) or the same checkpoint"
+                    f"replica {self.slot} has another {columns[column]} than replicas {others}. Build the same in all, "
+                    "with the same seed (torch.manual_seed) or the same checkpoint"
                 )
-            if len(digests) > 1:
-                self._fail(RuntimeError(f"a replica has another {what}, and ends"))
 
     # --- the vote ----------------------------------------------------------------------------------------------------
 
@@ -486,8 +455,10 @@ class Replicas:
             assert self._model is not None, "attached"
             self._model.load_rank_state_dict(received["model"])
             self._loop = received["loop"]
+            missing = self._states.keys() ^ self._loop.keys()
+            if missing:
+                raise ReplicaMismatchError(f"replica {self.slot}: not all replicas have registered {sorted(missing)}")
             self.restore()
-            self._load_loop(self._large_states, received["large"])
         if not committed:  # see [Note: a batch that fails]
             self._manager.load_state_dict(self._before)
             self._group.abort()
@@ -496,59 +467,46 @@ class Replicas:
 
     def _state(self) -> dict[str, Any]:
         assert self._model is not None, "attached"
-        large = {name: get() for name, (get, _) in self._large_states.items()}
-        return {"model": self._model.rank_state_dict(), "loop": self._loop, "large": large}
+        large = {name: state.get() for name, state in self._states.items() if not state.is_copied}
+        return {"model": self._model.rank_state_dict(), "loop": self._loop | large}
 
     def _receive(self, state: Any) -> None:
         # Loading is collective over this replica's ranks: it waits for the vote, in which each says that it has one.
         self._received = state
 
-    def _load_loop(self, registered: dict[str, Any], states: dict[str, Any]) -> None:
-        missing = registered.keys() ^ (states.keys() - {"place"})
-        if missing:
-            raise ReplicaMismatchError(f"replica {self.slot}: not all replicas have registered {sorted(missing)}")
-        for name, (_, put) in registered.items():
-            put(states[name])
-
     def restore(self) -> None:
         """Puts the registered states and the place back to those before a batch that was dropped."""
-        self.epoch, self.batch = self._loop["place"]
-        self._load_loop(self._states, copy.deepcopy(self._loop))
+        for name, value in copy.deepcopy(self._loop).items():
+            self._states[name].put(value)
+
+    def _set_place(self, place: tuple[int, int]) -> None:
+        self.epoch, self.batch = place
 
     # --- module buffers ----------------------------------------------------------------------------------------------
 
-    def _buffers(self) -> list[Tensor]:
-        """Returns the buffers that a forward may change: not the masks and tables of positions in integers."""
+    def _buffers_of_leader(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the buffers that a forward may change, each with the leader's values: not the masks and tables of
+        positions in integers."""
         model = self._model
-        if model is None or not model.ddp_config.broadcast_buffers or self._ends:
+        if model is None or not model.ddp_config.broadcast_buffers or self._ends or self._manager.errored() is not None:
             return []
-        return [one.data for one in model.module.buffers() if one.is_floating_point() or one.numel() == 1]
-
-    def _buffers_of_leader(self) -> Tensor | None:
-        buffers = self._buffers()
-        if not buffers or self._manager.errored() is not None:
-            return None
+        buffers = [one.data for one in model.module.buffers() if one.is_floating_point() or one.numel() == 1]
+        if not buffers:
+            return []
         values = torch.cat([one.reshape(-1).to(self._device, torch.float64) for one in buffers])
         if self._manager.participating_rank() != 0:
             values.zero_()
         self._sum(values)
-        return values
-
-    def _set_buffers(self, values: Tensor | None) -> None:
-        if values is None or self._is_over:
-            return
-        buffers = self._buffers()
-        for one, part in zip(buffers, values.split([one.numel() for one in buffers]), strict=True):
-            one.copy_(part.view(one.shape))
+        return list(zip(buffers, values.split([one.numel() for one in buffers]), strict=True))
 
     # --- errors ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self) -> OSError | None:
+    def _refusal(self) -> Exception | None:
         """Returns why the lighthouse does not answer; None if it does."""
-        address = urllib.parse.urlsplit(self._lighthouse)
         try:
+            address = urllib.parse.urlsplit(self._lighthouse)
             socket.create_connection((address.hostname or "", address.port or 80), timeout=5.0).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return error
         return None
 
@@ -583,60 +541,33 @@ def _make_group(torchft: Any, backend: str, timeout: timedelta) -> Any:
     return Group(timeout=timeout)
 
 
-def start_lighthouse(bind: str, *, heartbeat_s: float = HEARTBEAT_S, skew_s: float = SKEW_S, minimum: int = 1) -> Any:
-    """Starts torchft's lighthouse in this process; its ``address()`` is for all replicas, ``shutdown()`` ends it."""
-    return _torchft("torchft.coordination").LighthouseServer(
-        bind=bind,
-        min_replicas=minimum,
-        join_timeout_ms=int(1000 * skew_s),
-        heartbeat_timeout_ms=int(1000 * heartbeat_s),
-    )
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Sets the epoch of a loader and its samplers, where they have one."""
+    if hasattr(loader, "_num_iter_calls"):
+        loader._num_iter_calls = epoch  # Fabric's loader sets this epoch in its samplers
+    sampler = getattr(loader, "batch_sampler", None)
+    owners: list[Any] = [loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None)]
+    for owner in owners:
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
 
 
-def _torchft(name: str) -> Any:
+def _import_torchft() -> Any:
     # Otherwise each step writes some lines of the lighthouse and of each replica to stderr.
     os.environ.setdefault("RUST_LOG", "warn")
-    logging.getLogger("torchft.manager").addFilter(_is_of_use)
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("torchft")
     except ModuleNotFoundError as error:
-        if error.name != "torchft":
-            raise
-        raise ModuleNotFoundError(
-            "megastrategy.Replicas needs torchft: pip install 'megastrategy[replicas]'", name="torchft"
-        ) from error
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return "NCCL flight recorder" not in record.getMessage()  # of each new group, also of gloo
+        why = "megastrategy.Replicas needs torchft: pip install 'megastrategy[replicas]'"
+        raise ModuleNotFoundError(why, name=error.name) from error
 
 
 def _as_number(digest: str) -> int:
-    return int(digest, 16) % (1 << _DIGEST_BITS)
+    return int(digest, 16) % (1 << 52)  # which fp64 represents
 
 
 def _setting(value: Any, name: str, variable: str) -> Any:
     value = os.environ.get(variable) if value is None else value
     if value is None or value == "":
-        raise ValueError(
-            f"Replicas({name}=): pass it, or set {variable}, as megastrategy replicas does for scripts that it starts"
-        )
+        raise ValueError(f"Replicas({name}=): pass it, or set {variable}, as docs/replicas.md shows")
     return value
-
-
-def _number(value: int | None, name: str, variable: str) -> int:
-    setting = _setting(value, name, variable)
-    try:
-        return int(setting)
-    except ValueError:
-        raise ValueError(f"{name}={setting!r} ({variable}): expected a whole number") from None
-
-
-def _address(setting: Any) -> str:
-    with contextlib.suppress(ValueError):  # of a port that is no number
-        parts = urllib.parse.urlsplit(str(setting))
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return str(setting)
-    raise ValueError(
-        f"lighthouse={str(setting)!r} (TORCHFT_LIGHTHOUSE): expected an address such as http://machine:29510"
-    )

@@ -8,13 +8,12 @@ beginning of the order, and one number describes it: ``consumed``. The remaining
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 __all__ = ["ResumableSampler"]
 
@@ -222,48 +221,3 @@ def batch_size_of(loader: Any) -> int:
             "Give it this attribute if its batches are, else use another sampler"
         )
     return 1 if size is None else int(size)
-
-
-# --- loaders that all replicas divide ---------------------------------------------------------------------------------
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """Returns the sampler of a loader, and that of its batch sampler."""
-    return [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Sets the epoch of a loader and its samplers, where they have one."""
-    sampler = getattr(loader, "batch_sampler", None)
-    for one in (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None)):
-        set_of_one = getattr(one, "set_epoch", None)
-        if set_of_one is not None:
-            set_of_one(epoch)
-
-
-def check_order(option: str, *samplers: Any) -> None:
-    """Raises ValueError for a sampler whose place or order a replica that comes back would not have.
-
-    Such a process has drawn other random numbers than those that trained on. ``option``: the user's, for the error.
-    """
-    for sampler in samplers:
-        if isinstance(sampler, ResumableSampler):
-            raise ValueError(
-                f"{option} and a ResumableSampler, whose place a replica that comes back would not have: leave it out, "
-                "and set replicas.epoch and replicas.batch after a checkpoint is loaded"
-            )
-        draws = hasattr(sampler, "generator") and not isinstance(sampler, RandomSampler)
-        if draws and not hasattr(sampler, "set_epoch"):
-            raise ValueError(
-                f"{option} and a {type(sampler).__name__}, whose order is drawn from random numbers that a replica "
-                "that comes back does not have: pass shuffle=True, or a sampler with set_epoch() whose order follows "
-                "from the epoch's number"
-            )
-
-
-def follow_epochs(number: Callable[[], int], *owners: Any) -> None:
-    """Lets ``set_epoch`` of samplers or loaders set this number: a replica that comes back has made no pass itself."""
-    for owner in owners:
-        if hasattr(owner, "set_epoch"):
-            set_epoch = functools.partial(type(owner).set_epoch, owner)
-            owner.set_epoch = lambda _, set_epoch=set_epoch: set_epoch(number())

@@ -55,7 +55,7 @@ from ..core import (
     forget_announced,
     names_elsewhere,
 )
-from ..data import check_order, follow_epochs, sampler_of, samplers_of
+from ..data import sampler_of
 from .checkpoint_io import MAIN_PARAMS_KEY
 from .launchers import refuse_notebook
 from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
@@ -265,11 +265,6 @@ class FabricStrategy(_Base):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Divides a :class:`~megastrategy.data.ResumableSampler` among the data-parallel ranks."""
         dataloader = super().process_dataloader(dataloader)
-        if self.replicas is not None:
-            samplers = samplers_of(dataloader)
-            divided = [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in samplers]
-            check_order("MegatronDDPStrategy(replicas=...)", sampler_of(dataloader), *divided)
-            follow_epochs(functools.partial(getattr, self.replicas, "epoch"), *samplers)
         sampler = sampler_of(dataloader)
         if sampler is not None:
             sampler.divide(**self.distributed_sampler_kwargs)
@@ -366,7 +361,7 @@ class FabricStrategy(_Base):
     ) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder. Of replicas only the
         leader gathers and writes."""
-        if self.replicas is not None and not self.replicas.writes_in("fabric.save()"):
+        if self.replicas is not None and not self.replicas.writes:
             return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
         distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}

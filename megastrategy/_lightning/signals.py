@@ -177,8 +177,7 @@ class SignalAgreement:
     def _requeue(self, num_requeues: int, signum: int) -> None:
         if num_requeues > self._num_requeues_done:  # the same signal may reach another rank a batch later
             self._num_requeues_done = num_requeues
-            with self._replicas.acting_alone():
-                self._save_and_requeue(signum, None)
+            self._save_and_requeue(signum, None)
 
     def _agree(self) -> None:
         assert self._call_check is not None

@@ -7,27 +7,21 @@ replica that has sent it. A batch that is dropped runs again inside of its optim
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from .._replicas import Replicas
-from ..data import set_epoch
+from .._replicas import Replicas, set_epoch
 from .callbacks import is_a
-from .replaced_methods import ReplacedMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _REFUSED = {
     "StochasticWeightAveraging": "a replica that comes back cannot take over its schedule. Use WeightAveraging",
-    "LearningRateFinder": (
-        "it trains before the fit, where replicas do not meet. Find the learning rate in a run without replicas"
-    ),
+    "LearningRateFinder": "it trains before the fit, where replicas do not meet. Run it without replicas",
 }
 """Callbacks of Lightning, with the reason and the way out."""
 
@@ -36,32 +30,17 @@ class TrainerReplicas:
     """The replicas of one strategy, or None: then each method is that of a single replica."""
 
     def __init__(self, replicas: Replicas | None) -> None:
-        self._given = replicas
+        self._replicas: Any = replicas
         self._trainer: Any = None  # of the fit that has joined
-        self._acts_alone = False
         self._is_behind = False  # whether the loader is not at the place of the others yet
         self._ready_at_begin = 0
-        self._replaced = ReplacedMethods()
-
-    @property
-    def _replicas(self) -> Replicas:
-        assert self._given is not None, "a fit has joined them"
-        return self._given
-
-    def name_logs(self, module: pl.LightningModule | None, inside: Callable[[Any], Any]) -> None:
-        """Gives loggers that would number their folders a name of this replica: several would take one number."""
-        if self._given is None or module is None:
-            return
-        name = inside(f"replica{self._given.slot}-{time.strftime('%Y%m%d-%H%M%S')}")
-        for logger in module.trainer.loggers:
-            if vars(logger).get("_version", name) is None:
-                logger._version = name  # type: ignore[attr-defined]
 
     def sampler_ranks(self, module: pl.LightningModule | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a sampler: for batches of training those of all replicas."""
-        if self._given is None or module is None or not module.trainer.training:
+        if self._replicas is None or module is None or not module.trainer.training:
             return kwargs
-        return self._given.sampler_ranks(**kwargs)
+        ranks: dict[str, Any] = self._replicas.sampler_ranks(**kwargs)
+        return ranks
 
     def join(self, trainer: pl.Trainer) -> None:
         """Registers the Trainer's state if this is a fit, whose model is wrapped.
@@ -69,7 +48,7 @@ class TrainerReplicas:
         Raises:
             ValueError: for a callback, or a kind of optimization, that cannot be used with replicas.
         """
-        if self._given is None or trainer.state.fn != "fit":
+        if self._replicas is None or trainer.state.fn != "fit":
             return
         for name, reason in _REFUSED.items():
             if any(is_a(callback, name) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -80,74 +59,54 @@ class TrainerReplicas:
                 "back may begin between them. Use one optimizer with several parameter groups"
             )
         self._trainer = trainer
-        self._given.register("trainer", self._state, self._take)
-        self._given.register("callbacks", self._callbacks_state, self._take_callbacks, is_copied=False)
-        run_stage = trainer._run_stage
-
-        def run() -> Any:
-            try:
-                return run_stage()
-            except BaseException as error:  # the others must not wait while callbacks save
-                self.leave(error)
-                raise
-
-        self._replaced.add(trainer, "_run_stage", run)
+        self._replicas.register("trainer", self._state, self._take)
+        self._replicas.register("callbacks", self._callbacks_state, self._take_callbacks, is_copied=False)
 
     # --- the state ---------------------------------------------------------------------------------------------------
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> list[Any]:
         loop = self._trainer.fit_loop
-        parts = {
-            "epoch": loop.epoch_progress,
-            "batch": loop.epoch_loop.batch_progress,
-            "schedule": loop.epoch_loop.scheduler_progress,
-            "optimizer": loop.epoch_loop.automatic_optimization.optim_progress,
-            "manual": loop.epoch_loop.manual_optimization.optim_step_progress,
-            "precision": self._trainer.precision_plugin,
-        }
-        return parts | {f"scheduler {n}": one.scheduler for n, one in enumerate(self._trainer.lr_scheduler_configs)}
+        return [
+            loop.epoch_progress,
+            loop.epoch_loop.batch_progress,
+            loop.epoch_loop.scheduler_progress,
+            loop.epoch_loop.automatic_optimization.optim_progress,
+            loop.epoch_loop.manual_optimization.optim_step_progress,
+            self._trainer.precision_plugin,
+            *(config.scheduler for config in self._trainer.lr_scheduler_configs),
+        ]
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> list[Any]:
         loop = self._trainer.fit_loop.epoch_loop
         self._ready_at_begin = loop.batch_progress.current.ready
-        return {"stepped": loop._batches_that_stepped, **{name: p.state_dict() for name, p in self._parts().items()}}
+        return [loop._batches_that_stepped, *(part.state_dict() for part in self._parts())]
 
-    def _take(self, state: dict[str, Any]) -> None:
+    def _take(self, state: list[Any]) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
         # Microbatches, which the others have made, too.
         num_since = 0 if self._replicas.dropped else progress.current.ready - self._ready_at_begin
-        loop._batches_that_stepped = state["stepped"]
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+        loop._batches_that_stepped = state[0]
+        for part, values in zip(self._parts(), state[1:], strict=True):
+            part.load_state_dict(values)
         for counters in (progress.current, progress.total):
             for name in vars(counters):
                 setattr(counters, name, getattr(counters, name) + num_since)
         self._is_behind = True
 
-    def _callbacks_state(self) -> dict[str, Any]:
-        module = self._trainer.datamodule
-        return {
-            "states": {one.state_key: one.state_dict() for one in self._trainer.callbacks},
-            "averages": {
-                one.state_key: {name: each.state_dict() for name, each in self._averages(one).items()}
-                for one in self._trainer.callbacks
-            },
-            "datamodule": None if module is None else module.state_dict(),
-        }
+    def _callbacks(self) -> list[Any]:
+        """Returns the callbacks, the datamodule, and copies of the module in them, such as an average of weights."""
+        trainer = self._trainer
+        owners = [*trainer.callbacks, *filter(None, [trainer.datamodule])]
+        modules = [each for owner in owners for each in vars(owner).values() if isinstance(each, Module)]
+        return owners + [module for module in modules if module is not trainer.lightning_module]
 
-    def _take_callbacks(self, state: dict[str, Any]) -> None:
-        for one in self._trainer.callbacks:
-            one.load_state_dict(state["states"][one.state_key])
-            for name, each in self._averages(one).items():
-                each.load_state_dict(state["averages"][one.state_key][name])
-        if state["datamodule"]:
-            self._trainer.datamodule.load_state_dict(state["datamodule"])
+    def _callbacks_state(self) -> list[Any]:
+        return [one.state_dict() for one in self._callbacks()]
 
-    def _averages(self, callback: object) -> dict[str, Module]:
-        """Returns a callback's copies of the module, such as an average of its weights."""
-        trained = self._trainer.lightning_module
-        return {name: each for name, each in vars(callback).items() if isinstance(each, Module) and each is not trained}
+    def _take_callbacks(self, states: list[Any]) -> None:
+        for one, state in zip(self._callbacks(), states, strict=True):
+            one.load_state_dict(state)
 
     # --- a batch -----------------------------------------------------------------------------------------------------
 
@@ -200,28 +159,9 @@ class TrainerReplicas:
             error.code = 128 + signal.SIGTERM  # for 0, which is Lightning's, it would not be started again
         self._replicas.close()
 
-    def remove(self) -> None:
-        """Puts Lightning's own method back, and leaves the replicas if that has not been done."""
-        self._replaced.remove()
-        self.leave()
-
     # --- files -------------------------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
         """Whether this replica is the one that writes files."""
         return self._trainer is None or self._replicas.writes
-
-    @property
-    def is_first(self) -> bool:
-        """Whether rank 0 of this replica is rank 0 of all."""
-        return self.writes or self._acts_alone
-
-    @contextlib.contextmanager
-    def acting_alone(self) -> Iterator[None]:
-        """For what each replica does for itself, such as queueing its job again."""
-        self._acts_alone = True
-        try:
-            yield
-        finally:
-            self._acts_alone = False

@@ -303,7 +303,7 @@ class TrainerStrategy(_Base):
         plugin = self.precision_plugin
         # a plugin may be shared with the next Trainer, under "ddp" perhaps
         remove_engine_clipping(plugin, self._engine_precision)
-        self._replicas.remove()
+        self._replicas.leave()
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
@@ -456,7 +456,6 @@ class TrainerStrategy(_Base):
                 ) from error
             raise
         self._mesh.make(self.world_size, self.root_device, self.lightning_module)
-        self._replicas.name_logs(self.lightning_module, super().broadcast)
 
     def on_exception(self, exception: BaseException) -> None:
         """Reports which rank failed first, and why; the next fit gets a new group."""
@@ -504,7 +503,7 @@ class TrainerStrategy(_Base):
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0, of the leader if there are replicas."""
-        return super().is_global_zero and self._replicas.is_first
+        return super().is_global_zero and self._replicas.writes
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores. Of replicas the leader writes.

@@ -168,7 +168,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         placed._is_accelerate_prepared = False  # type: ignore[assignment]
         vars(placed).pop("_is_accelerate_prepared", None)
         prepared = wrap(placed, self)
-        self._replicas.add_accelerator()
+        if self.scaler is not None:
+            self._replicas.add("scaler", self.scaler)
         right_order = "call accelerator.prepare(model, optimizer), or prepare the model before the optimizer"
         self._unsharded_optimizers.refuse_earlier(prepared, "prepared", right_order)
         return self._finish_model(PREPARED.add(model, prepared))
@@ -452,8 +453,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             NotOnAllRanksError: if not all ranks call it otherwise.
         """
-        if not self._replicas.writes_in("accelerator.save_state()"):
-            return self._replicas.skip_save(output_dir)
+        if not self._replicas.writes:
+            return Path(str(output_dir))
         in_directory = self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed
         optimizers = [checkpoint.sharded_inside(item) for item in self._optimizers]
         is_sharded = any(item is not None and item.is_sharded for item in optimizers)
@@ -475,7 +476,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Saves as accelerate's does; of replicas the leader."""
-        if self._replicas.writes_in("accelerator.save_model()"):
+        if self._replicas.writes:
             super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:

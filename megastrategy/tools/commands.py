@@ -42,11 +42,10 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         from ..accelerate.launch_config import LaunchConfigError
         from ..core import CheckpointError
-        from .replicas import ReplicasError
 
         try:
             command(*args, **options)
-        except (CheckpointError, ReplicasError) as error:
+        except CheckpointError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -55,7 +54,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
             raise _UnlaunchableError(str(error)) from error
         except ModuleNotFoundError as error:
             # a module that the user's own code lacks is an error of that code, with its traceback
-            extras = {"accelerate": "accelerate", "yaml": "accelerate", "torchft": "replicas"}
+            extras = {"accelerate": "accelerate", "yaml": "accelerate"}
             extra = extras.get(error.name or "")
             if extra is None:
                 raise
@@ -215,57 +214,6 @@ def profile_command(script: str, arguments: tuple[str, ...], out: Path, skip: in
         raise click.ClickException(why_nothing(done.ranks, skip))
     if done.failure:
         raise click.ClickException(done.failure)
-
-
-@root.command(
-    "replicas",
-    cls=Command,
-    example="megastrategy replicas --of 2 --ranks 2 train.py --epochs 3",
-    context_settings=ARGUMENTS_ARE_THE_SCRIPTS,
-)
-@click.option("--of", type=click.IntRange(min=1), default=2, help="Replicas.")
-@click.option("--ranks", "num_ranks", type=click.IntRange(min=1), default=1, help="Processes of each replica.")
-@click.option("--restarts", type=click.IntRange(min=0), default=10, help="Restarts of each replica.")
-@click.option("--heartbeat", "heartbeat_s", default=5.0, help="Seconds of silence that mean that a replica is dead.")
-@click.option("--skew", "skew_s", default=60.0, help="Seconds by which a replica may be later than another.")
-@click.option("--patience", "patience_s", default=600.0, help="Seconds to wait for missing replicas.")
-@is_module_option
-@_script
-@_arguments
-@_expected_failures
-def replicas_command(
-    script: str,
-    arguments: tuple[str, ...],
-    is_module: bool,
-    heartbeat_s: float,
-    skew_s: float,
-    patience_s: float,
-    **options: Any,
-) -> None:
-    """Run SCRIPT in several replicas on this machine, which may fail and come back.
-
-    SCRIPT trains with megastrategy.Replicas(). Each replica is one torchrun. One that ends with an error is started
-    again, and takes the state of the others, until one of them has come to the end. Needs torchft: the extra
-    megastrategy[replicas].
-    """
-    from .replicas import run_replicas
-
-    _check_script(script, is_module)
-    if not 1.0 <= heartbeat_s <= skew_s <= patience_s:
-        raise click.UsageError("expected --heartbeat of at least 1, then --skew and --patience, each not shorter")
-    try:
-        run_replicas(
-            script,
-            arguments,
-            is_module=is_module,
-            heartbeat_s=heartbeat_s,
-            skew_s=skew_s,
-            patience_s=patience_s,
-            log=functools.partial(click.echo, err=True),
-            **options,
-        )
-    except KeyboardInterrupt as error:
-        raise click.ClickException(f"{script} was interrupted") from error
 
 
 @root.command(

@@ -25,7 +25,6 @@ writes this page from the commands, and a test fails if it differs.
 | `megastrategy checkpoint` | [checkpoints](../checkpoints.md#the-tool) |
 | `megastrategy launch` | [Accelerate and Transformers](../accelerate.md) |
 | `megastrategy plan` | [know whether a model fits](../planning.md) |
-| `megastrategy replicas` | [replicas that fail and come back](../replicas.md) |
 | `megastrategy profile` | [see where a step waits](../profiling.md) |
 
 Exit status: 0 after success, 1 after an error, and 2 if the command line is wrong, as by a file that does not exist. An

@@ -20,7 +20,7 @@ from .launched import EXAMPLES, OURS, losses, run_example
 
 def test_index_has_every_example() -> None:
     """By its link; the picture of replicas is no example of its own."""
-    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".ipynb", ".sbatch", ".yaml")]
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".ipynb", ".sh", ".sbatch", ".yaml")]
     names = {str(path.relative_to(EXAMPLES)) for path in files} - {"replicas_picture.py", "slurm/lighthouse.sbatch"}
     assert names == set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
 

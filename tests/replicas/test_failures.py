@@ -20,8 +20,8 @@ from tests.support.replicas import SKEW_S, assert_equal, lighthouse, run_in_repl
 STEPS, FAILING = 6, 3
 LIGHTHOUSE = """
 import sys
-from megastrategy._replicas import start_lighthouse
-server = start_lighthouse("[::]:0", heartbeat_s=1.0, skew_s=60.0)
+from tests.support.replicas import HEARTBEAT_S, start_lighthouse
+server = start_lighthouse(HEARTBEAT_S)
 print(server.address(), flush=True)
 sys.stdin.read()
 """
@@ -35,18 +35,11 @@ class Training:
         address: str,
         slot: int,
         groups: list[Any],
-        minimum: int = 1,
         patience_s: float = 240.0,
         skew_s: float = SKEW_S,
     ) -> None:
         self.replicas = Replicas(
-            2,
-            slot,
-            lighthouse=address,
-            process_group=groups[slot],
-            skew_s=skew_s,
-            patience_s=patience_s,
-            minimum=minimum,
+            2, slot, lighthouse=address, process_group=groups[slot], skew_s=skew_s, patience_s=patience_s
         )
         torch.manual_seed(0)
         config = DistributedDataParallelConfig(check_for_nan_in_grad=True, bucket_size=4)
@@ -93,30 +86,6 @@ def test_rejected_batch_keeps_no_replica_waiting(ranks: int) -> None:
         assert max(seconds + other_seconds) < SKEW_S / 2
 
 
-def leave_with_a_minimum(address: str) -> list[tuple[int, ...]]:
-    """Replica 1 leaves, and comes back after some seconds."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    slot = dist.get_rank()
-    training = Training(address, slot, groups, minimum=2)
-    members = []
-    while training.replicas.step < STEPS:
-        training.step()
-        if not training.replicas.dropped:
-            members.append(training.replicas.members)
-        if slot == 1 and training.replicas.step == FAILING:
-            training.replicas.close()
-            time.sleep(3.0)
-            training = Training(address, slot, groups, minimum=2)
-    training.replicas.finish()
-    return members
-
-
-def test_fewer_than_the_minimum_make_no_step() -> None:
-    (first,), (second,) = run_in_replicas(leave_with_a_minimum, 1)
-    assert first == [(0, 1)] * STEPS
-    assert set(second) == {(0, 1)}
-
-
 def fail_in_the_last_batch(address: str) -> str:
     """Replica 1 leaves, comes back when the other has made all steps, and refuses its gradient in that batch."""
     groups = [dist.new_group([rank]) for rank in range(2)]
@@ -143,7 +112,7 @@ def fail_in_the_last_batch(address: str) -> str:
 
 def test_replica_without_state_does_not_go_on_alone() -> None:
     message = run_in_replicas(fail_in_the_last_batch, 1)[1][0]
-    assert message.startswith("replica 1: 2 replicas are needed, and after 5 s these are there: [1]")
+    assert message.startswith("replica 1: 2 replicas begin together, and after 5 s these are there: [1]")
 
 
 def wait_in_vain(address: str) -> str:
@@ -156,7 +125,7 @@ def wait_in_vain(address: str) -> str:
 def test_waiting_for_a_replica_ends_after_patience() -> None:
     with lighthouse() as address:
         (message,) = run_processes(1, wait_in_vain, address)
-    assert message.startswith("replica 0: 2 replicas are needed, and after 1 s these are there: [0]")
+    assert message.startswith("replica 0: 2 replicas begin together, and after 1 s these are there: [0]")
 
 
 def lose_the_lighthouse(ranks: int) -> tuple[str, float]:

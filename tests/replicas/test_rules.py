@@ -87,7 +87,6 @@ def test_contradicting_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         Replicas()
     for options, message in (
         ({"slot": 2}, r"slot=2: expected a number from 0 to 1"),
-        ({"minimum": 3}, r"minimum=3: expected a number from 1 to of=2"),
         ({"backend": "mpi"}, r"backend='mpi'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Scripts that ``megastrategy replicas`` runs, whose processes a test kills from outside."""
+"""Scripts that ``examples/replicas.sh`` runs in replicas, whose processes a test kills from outside."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 
 from tests.replicas.scripts.sizes import BATCH_SIZE, NUM_SAMPLES
 
+from .ports import free_port
 from .timeouts import HANG_S
 
-SCRIPTS = Path(__file__).parents[1] / "replicas" / "scripts"
-HEARTBEAT_S, SKEW_S = 2.0, 30.0
+TESTS = Path(__file__).parents[1]
+HEARTBEAT_S = 2.0
 
 
 @dataclasses.dataclass
@@ -33,11 +34,13 @@ class Job:
 
     @classmethod
     def start(cls, script: str, folder: Path, *arguments: object, of: int = 2, ranks: int = 1) -> Job:
-        command = [sys.executable, "-m", "megastrategy", "replicas", "--of", str(of), "--ranks", str(ranks)]
-        command += ["--heartbeat", str(HEARTBEAT_S), "--skew", str(SKEW_S), str(SCRIPTS / script), str(folder)]
+        options = {"OF": of, "RANKS": ranks, "HEARTBEAT_MS": int(1000 * HEARTBEAT_S), "PORT": free_port()}
+        options["PYTHON"] = sys.executable
+        environment = os.environ | {name: str(value) for name, value in options.items()}
+        command = [TESTS.parent / "examples" / "replicas.sh", TESTS / "replicas" / "scripts" / script, folder]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [*command, *map(str, arguments)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, *map(str, arguments)], env=environment, stdout=output, stderr=subprocess.STDOUT
             )
         return cls(folder, of, ranks, process)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchft.coordination import LighthouseServer
 
 from megastrategy import (
     DistributedDataParallel,
@@ -21,7 +22,6 @@ from megastrategy import (
     GradScaler,
     Replicas,
 )
-from megastrategy._replicas import start_lighthouse
 
 from .processes import run_processes
 from .timeouts import HANG_S
@@ -45,10 +45,16 @@ def wait_until_asked(address: str) -> None:
             status = page.read().decode()
 
 
+def start_lighthouse(heartbeat_s: float) -> Any:
+    """Starts torchft's lighthouse in this process."""
+    milliseconds = {"join_timeout_ms": int(1000 * SKEW_S), "heartbeat_timeout_ms": int(1000 * heartbeat_s)}
+    return LighthouseServer(bind="[::]:0", min_replicas=1, **milliseconds)
+
+
 @contextlib.contextmanager
 def lighthouse() -> Iterator[str]:
     """The address of a lighthouse of its own."""
-    server = start_lighthouse("[::]:0", heartbeat_s=HEARTBEAT_S, skew_s=SKEW_S)
+    server = start_lighthouse(HEARTBEAT_S)
     try:
         yield server.address()
     finally:

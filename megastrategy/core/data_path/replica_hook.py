@@ -6,10 +6,9 @@ compress, or average only now and then, as DiLoCo does.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,15 +45,8 @@ class HookQueue:
         self._device = device
         self._worker = Worker()
         self._error: BaseException | None = None
-        self._stream: Any = None
-        if device.type != "cpu":
-            self._stream = torch.get_device_module(device).Stream(device)
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = torch.get_device_module(self._device).stream(self._stream)
-        return context
+        self.streams = torch.get_device_module(device)  # those of torch.cpu do nothing
+        self.stream = self.streams.Stream(device)
 
     def _submit(self, call: Callable[[], object]) -> Future[tuple[int, int]]:
         def run() -> None:
@@ -77,11 +69,11 @@ class HookQueue:
         """Returns the reduction of ``shard`` inside this replica, and then over all."""
 
         def reduce() -> None:
-            with self._on_stream():  # waits for this bucket only, not for the backward that is queued
+            with self.streams.stream(self.stream):  # waits for this bucket only, not for the backward that is queued
                 inside.wait()
                 self.hook.reduce(shard)
 
-        return _Hooked(self, self._submit(reduce), inside, self._stream)
+        return _Hooked(self, self._submit(reduce), inside)
 
     def any_of(self, flags: bytes) -> bytes:
         """Calls the hook's method of this name, after all shards."""
@@ -101,14 +93,12 @@ class HookQueue:
 
 
 class _Hooked(Handle):
-    def __init__(self, queue: HookQueue, future: Future[tuple[int, int]], inside: Handle, stream: Any) -> None:
+    def __init__(self, queue: HookQueue, future: Future[tuple[int, int]], inside: Handle) -> None:
         self._queue = queue
         self._future = future
         self._inside = inside
-        self._stream = stream
 
     def wait(self) -> None:
         self.ran_ns = self._queue.wait(self._future)
         self._inside.wait()
-        if self._stream is not None:
-            torch.get_device_module(self._stream.device).current_stream().wait_stream(self._stream)
+        self._queue.streams.current_stream().wait_stream(self._queue.stream)
