@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megastrategy.pipeline.plan import StagePlan, make_plan
-from tests.support.pipelines import Case, Outcome, mesh_of, train_alone, train_on
+from tests.support.pipelines import ROUNDING, Case, Outcome, mesh_of, train_alone, train_on
 from tests.support.processes import run_processes
 
 TWO = [
@@ -68,7 +68,7 @@ def check_against_one_process(dp: int, cases: list[Case], by_rank: list[list[Out
         alone = train_alone(case, dp)
         found = {name: weight for outcome in outcomes for name, weight in outcome.weights.items()}
         assert found.keys() == alone.weights.keys()
-        tolerance = 1e-6 if case.dtype == torch.float32 else 2.0**-7  # two steps of bf16 near one
+        tolerance = ROUNDING if case.dtype == torch.float32 else 2.0**-7  # two steps of bf16 near one
         for rank, outcome in enumerate(outcomes):
             for name, weight in outcome.weights.items():
                 error = (weight.float() - alone.weights[name].float()).abs().max().item()

@@ -19,7 +19,7 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
 from megastrategy.errors import StageError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import PASSES_WHOLE_NUMBERS, Case, Trainee, answers, batch_of
+from tests.support.pipelines import PASSES_WHOLE_NUMBERS, ROUNDING, Case, Trainee, answers, batch_of
 from tests.support.processes import run_processes
 
 from .test_pipeline_outputs import LENGTH, SAMPLES, WIDTH, Both, Mean
@@ -294,7 +294,7 @@ def answered() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("what", EQUAL, ids=lambda f: f.__name__)
 def test_awkward_layers_equal_one_process(answered: list[dict[str, Any]], what: Callable[..., Any]) -> None:
-    assert max(answer[what.__name__] for answer in answered) <= 1e-6
+    assert max(answer[what.__name__] for answer in answered) <= ROUNDING
 
 
 def test_loss_of_several_numbers_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.errors import StageError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import PASSES_WHOLE_NUMBERS, answers
+from tests.support.pipelines import PASSES_WHOLE_NUMBERS, ROUNDING, answers
 from tests.support.processes import run_processes
 
 SAMPLES, LENGTH, WIDTH = 4, 6, 8
@@ -258,7 +258,7 @@ def outputs_of_the_last_layer(mesh: DeviceMesh) -> dict[str, bool]:
     head = Returns(lambda x: {"logits": x.mean(1), "aux": x.square().mean(), "nothing": None}, 3)
     loss = lambda out, target: functional.mse_loss(out["logits"], target) + out["aux"]  # noqa: E731
     both = Both(mesh, [nn.Linear(WIDTH, WIDTH), head], loss)
-    found["trained on a dictionary"] = both.trained() <= 1e-6 and both.trained() <= 1e-6
+    found["trained on a dictionary"] = both.trained() <= ROUNDING and both.trained() <= ROUNDING
     both.model.close()
     return found
 
@@ -398,11 +398,11 @@ def answered() -> list[dict[str, Any]]:
 
 
 def test_shapes_follow_numbers_of_forward(answered: list[dict[str, Any]]) -> None:
-    assert max(max(answer["numbers_of_forward"]) for answer in answered) <= 1e-6
+    assert max(max(answer["numbers_of_forward"]) for answer in answered) <= ROUNDING
 
 
 def test_shapes_follow_numbers_of_layers(answered: list[dict[str, Any]]) -> None:
-    assert max(max(answer["attributes"]) for answer in answered) <= 1e-6
+    assert max(max(answer["attributes"]) for answer in answered) <= ROUNDING
 
 
 def test_other_changes_of_shapes_are_refused(answered: list[dict[str, Any]]) -> None:
@@ -412,9 +412,9 @@ def test_other_changes_of_shapes_are_refused(answered: list[dict[str, Any]]) -> 
 
 def test_numbers_and_none_pass_between_stages(answered: list[dict[str, Any]]) -> None:
     for rank, (apart, seen) in enumerate(answer["numbers_between_stages"] for answer in answered):
-        assert max(apart) <= 1e-6
+        assert max(apart) <= ROUNDING
         assert set(seen) == ({(None, 4, 0.5, True, ())} if rank >= 2 else set())
-    assert max(answer["gradient_of_a_scalar"] for answer in answered) <= 1e-6
+    assert max(answer["gradient_of_a_scalar"] for answer in answered) <= ROUNDING
 
 
 def test_last_layers_output_equals_one_process(answered: list[dict[str, Any]]) -> None:
@@ -447,6 +447,6 @@ def test_loss_that_is_no_number_is_refused(answered: list[dict[str, Any]]) -> No
 def test_trained_parameters_of_a_loss_are_refused(answered: list[dict[str, Any]]) -> None:
     for at_once, apart, names, later in (answer["losses_with_parameters"] for answer in answered):
         assert at_once.startswith("the loss is a Weighted with a parameter 'weight' that is trained")
-        assert apart <= 1e-6
+        assert apart <= ROUNDING
         assert names == ["_loss.weight"]
         assert later.startswith("parameter '_loss.weight' is trained and is outside of the pipeline's layers")

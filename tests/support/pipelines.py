@@ -31,6 +31,10 @@ from .tensor_parallel import adamw, whole
 VOCAB, WIDTH, SEQUENCE, SAMPLES = 61, 16, 6, 8
 """Of the model, and of a data-parallel rank's batch."""
 
+ROUNDING = 1e-5
+"""The bound for weights of AdamW whose gradients were added up in another order: a step magnifies their rounding by up
+to lr / eps = 300. Kernels, and so last bits, differ between kinds of processors."""
+
 FROZEN = {"nothing": (), "prefix": (0, 1, 2), "middle": (2, 3), "tail": (4, 5)}
 """By name, the layers that are frozen."""
 
