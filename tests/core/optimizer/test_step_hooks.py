@@ -58,8 +58,8 @@ def wrapper(optimizer: Optimizer) -> Callable[[], object]:
     return lambda: None
 
 
-def trained(watch: Watch, options: dict[str, Any] | None) -> list[Any]:
-    """The weights by rank; under torch DDP without ``options``."""
+def trained(watch: Watch, options: dict[str, Any] | None, *, is_wrapped: bool = False) -> list[Any]:
+    """The weights by rank; under torch DDP without ``options``. The wrapped optimizer is watched, or the user's."""
     # Global hooks are the process's: one that comes or goes while another rank's step walks them ends that step.
     together = threading.Barrier(2, timeout=30.0)
 
@@ -69,10 +69,12 @@ def trained(watch: Watch, options: dict[str, Any] | None) -> list[Any]:
         if options is not None:
             model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
         inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        end = watch(inner)
+        end = watch(inner) if not is_wrapped else lambda: None
         try:
             together.wait()
-            optimizer = inner if options is None else DistributedOptimizer(inner, model)
+            optimizer: Any = inner if options is None else DistributedOptimizer(inner, model)
+            if is_wrapped:
+                end = watch(optimizer)
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
@@ -132,37 +134,23 @@ def test_hooks_reading_grads_are_refused(watch: Watch) -> None:
     run_ranks(2, run)
 
 
+def centralizes_whole(optimizer: Any) -> Callable[[], object]:
+    """With whole gradients, which are the reduced ones under torch DDP."""
+    full_grad = getattr(optimizer, "full_grad", lambda param: param.grad)
+
+    def hook(one: Optimizer, *_: Any) -> None:
+        for param in one.param_groups[0]["params"]:
+            if (grad := full_grad(param)) is not None and param.dim() > 1:
+                param.grad = grad - grad.mean(dim=1, keepdim=True)
+
+    handle: Callable[[], object] = optimizer.register_step_pre_hook(hook).remove
+    return handle
+
+
 @sharded
 def test_a_hook_may_write_whole_gradients(options: dict[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        net = Net()
-        model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
-
-        def hook(one: Optimizer, *_: Any) -> None:
-            for param in one.param_groups[0]["params"]:
-                if (grad := optimizer.full_grad(param)) is not None and param.dim() > 1:
-                    param.grad = grad - grad.mean(dim=1, keepdim=True)
-
-        optimizer.register_step_pre_hook(hook)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        return [param.detach().clone() for param in net.parameters()]
-
-    def expected(rank: int, group: ProcessGroup) -> list[Tensor]:
-        net = Net()
-        model = TorchDDP(net, process_group=group, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(centralizes)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        return [param.detach().clone() for param in net.parameters()]
-
-    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, expected), strict=True):
+    ours, reference = (trained(centralizes_whole, either, is_wrapped=True) for either in (options, None))
+    for mine, theirs in zip(ours, reference, strict=True):
         assert all(map(torch.equal, mine, theirs))
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import DirectUseError, OptimizerNotShardableError
@@ -18,10 +17,8 @@ from tests.support.gradients import batch
 from tests.support.kept_lists import Notes
 from tests.support.models import two_layers
 from tests.support.optimizers import NeedsClosure, stepped
+from tests.support.programs import Trainee, assert_like_torch_ddp
 from tests.support.ranks import run_ranks
-
-Script = Callable[[Any, Any, int], None]
-"""Trains (model, optimizer, rank)."""
 
 both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
 
@@ -51,85 +48,53 @@ class Users(torch.optim.SGD):
         super().zero_grad(*args, **kwargs)
 
 
-def users() -> type[Users]:
-    """For one rank: it has calls of its own."""
-    return type("Users", (Users,), {"calls": Notes()})
+def users(params: Any) -> Users:
+    """Its class is the rank's, and so are its calls."""
+    return type("Users", (Users,), {"calls": Notes()})(params, lr=0.05)
 
 
-def backward(model: Any, rank: int, step: int) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    loss: Tensor = model(batch(rank, step).to(dtype)).float().square().mean()
+def backward(trainee: Trainee, step: int) -> Tensor:
+    loss: Tensor = trainee.model(batch(trainee.rank, step)).square().mean()
     loss.backward()
     return loss.detach()
 
 
-def train_under_ddp(
-    kind: type[torch.optim.Optimizer], script: Script, rank: int, group: ProcessGroup, dtype: torch.dtype
-) -> nn.Module:
-    module = two_layers().to(dtype)
-    model = TorchDDP(module, process_group=group)
-    script(model, kind(model.parameters(), lr=0.05), rank)
-    return module
+Script = Callable[[Trainee], None]
 
 
-def train(
-    kind: type[torch.optim.Optimizer],
-    script: Script,
-    rank: int,
-    group: ProcessGroup,
-    dtype: torch.dtype,
-    **options: Any,
-) -> nn.Module:
-    module = two_layers().to(dtype)
-    model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=100, **options), group)
-    script(model, DistributedOptimizer(kind(model.parameters(), lr=0.05), model), rank)
-    return module
-
-
-def assert_equal_to_ddp(kind: Callable[[], type[Any]], script: Script, **options: Any) -> None:
+def assert_equal_to_ddp(script: Script, *, sharded: bool, size: int = 2, **options: Any) -> None:
     """Weights to the bit, and the calls where nothing is sharded."""
 
-    def run(rank: int, group: ProcessGroup) -> None:
-        theirs, ours = kind(), kind()
-        expected = train_under_ddp(theirs, script, rank, group, torch.float32)
-        module = train(ours, script, rank, group, torch.float32, **options)
-        for param, other in zip(module.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(param, other)
-        assert ours.calls
-        if not options["use_distributed_optimizer"]:
-            assert ours.calls == theirs.calls
+    def program(trainee: Trainee) -> list[str] | None:
+        script(trainee)
+        assert trainee.inner.calls
+        return None if sharded and size > 1 else list(trainee.inner.calls)
 
-    run_ranks(2, run)
+    assert_like_torch_ddp(program, users, size, sharded=sharded, **options)
 
 
-def with_everything(model: Any, optimizer: Any, rank: int) -> None:
+def with_everything(trainee: Trainee) -> None:
     """A loop that saves, resumes, and steps in every form."""
     for step in range(4):
-        optimizer.zero_grad()
-        backward(model, rank, step)
+        trainee.optimizer.zero_grad()
+        backward(trainee, step)
         if step == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
-        [optimizer.step, lambda: optimizer.step(None)][step % 2]()
+            trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
+        [trainee.optimizer.step, lambda: trainee.optimizer.step(None)][step % 2]()
 
 
-@pytest.mark.parametrize(
-    ("size", "sharded", "dtype"), [(1, True, torch.float32), (1, False, torch.bfloat16), (2, False, torch.float32)]
-)
-def test_unsharded_optimizer_is_stepped_by_user_only(size: int, sharded: bool, dtype: torch.dtype) -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        theirs, ours = users(), users()
-        train_under_ddp(theirs, with_everything, rank, group, dtype)
-        train(ours, with_everything, rank, group, dtype, use_distributed_optimizer=sharded)
-        assert ours.calls == theirs.calls == ["zero_grad", "step"] * 4
-
-    run_ranks(size, run)
+@pytest.mark.parametrize(("size", "sharded"), [(1, True), (2, False), (2, True)])
+def test_a_loop_steps_as_under_torch_ddp(size: int, sharded: bool) -> None:
+    assert_equal_to_ddp(with_everything, sharded=sharded, size=size)
 
 
-def in_every_form(model: Any, optimizer: Any, rank: int) -> None:
+def in_every_form(trainee: Trainee) -> None:
+    optimizer = trainee.optimizer
+
     def closure(step: int) -> Callable[[], Tensor]:
         def evaluate() -> Tensor:
             optimizer.zero_grad(set_to_none=False)
-            return backward(model, rank, step)
+            return backward(trainee, step)
 
         return evaluate
 
@@ -140,50 +105,48 @@ def in_every_form(model: Any, optimizer: Any, rank: int) -> None:
     optimizer.step()
 
 
-def with_arguments(model: Any, optimizer: Any, rank: int) -> None:
-    backward(model, rank, 0)
-    optimizer.step(lambda: backward(model, rank, 1), 0.5)
-    optimizer.step(lambda: backward(model, rank, 2), scale=torch.tensor(0.25))
-    optimizer.step(None, 3.0)
-    optimizer.step(scale=0.125)
+def with_arguments(trainee: Trainee) -> None:
+    backward(trainee, 0)
+    trainee.optimizer.step(lambda: backward(trainee, 1), 0.5)
+    trainee.optimizer.step(lambda: backward(trainee, 2), scale=torch.tensor(0.25))
+    trainee.optimizer.step(None, 3.0)
+    trainee.optimizer.step(scale=0.125)
 
 
 @pytest.mark.parametrize(("overlap", "sharded"), [(True, True), (False, False)])
 def test_a_closure_is_called_in_every_form_of_step(overlap: bool, sharded: bool) -> None:
-    options = {"use_distributed_optimizer": sharded, "overlap_param_gather": overlap and sharded}
-    assert_equal_to_ddp(users, in_every_form, **options)
+    assert_equal_to_ddp(in_every_form, sharded=sharded, overlap_param_gather=overlap)
 
 
 def test_step_arguments_arrive_with_all_reduce() -> None:
-    assert_equal_to_ddp(users, with_arguments, use_distributed_optimizer=False)
+    assert_equal_to_ddp(with_arguments, sharded=False)
+
+
+def started(rank: int, group: ProcessGroup, make: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Trainee:
+    """A model of that dtype and its optimizer, after a backward."""
+    trainee = Trainee(rank, group, make, None)
+    trainee.module = two_layers().to(dtype)
+    trainee.model = DistributedDataParallel(trainee.module, DistributedDataParallelConfig(**options), group)
+    trainee.optimizer = DistributedOptimizer(make(trainee.model.parameters()), trainee.model)
+    backward(trainee, 0)
+    return trainee
 
 
 def test_step_arguments_over_shards_are_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         called: list[int] = []
-
-        def script(model: Any, optimizer: Any, rank: int) -> None:
-            backward(model, rank, 0)
-            with pytest.raises(OptimizerNotShardableError, match=r"sharded Users accepts a closure.*=False"):
-                optimizer.step(lambda: called.append(1), clip=True)
-            optimizer.step()
-
-        train(users(), script, rank, group, torch.float32)
+        optimizer = started(rank, group, users).optimizer
+        with pytest.raises(OptimizerNotShardableError, match=r"sharded Users accepts a closure.*=False"):
+            optimizer.step(lambda: called.append(1), clip=True)
+        optimizer.step()
         assert called == []
 
     run_ranks(2, run)
 
 
-def with_zero_grads(model: Any, optimizer: Any, rank: int) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        optimizer.step()
-
-
 @both_modes
 def test_an_overridden_zero_grad_is_called(sharded: bool) -> None:
-    assert_equal_to_ddp(users, with_zero_grads, use_distributed_optimizer=sharded)
+    assert_equal_to_ddp(lambda trainee: trainee.step(3), sharded=sharded)
 
 
 def test_zero_grad_keeping_state_is_refused() -> None:
@@ -195,8 +158,8 @@ def test_zero_grad_keeping_state_is_refused() -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(DirectUseError, match="was looked up"):
-            train(Keeps, with_zero_grads, rank, group, torch.float32)
-        train(Keeps, with_zero_grads, rank, group, torch.float32, use_distributed_optimizer=False)
+            started(rank, group, Keeps).optimizer.zero_grad()
+        started(rank, group, Keeps, use_distributed_optimizer=False).optimizer.zero_grad()
 
     run_ranks(2, run)
 
@@ -204,8 +167,8 @@ def test_zero_grad_keeping_state_is_refused() -> None:
 class KeepsParameters(torch.optim.SGD):
     """Steps what it was given when it was constructed, whatever is in its groups."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
         self.own = list(self.param_groups[0]["params"])
 
 
@@ -220,6 +183,6 @@ class KeepsParameters(torch.optim.SGD):
 def test_main_params_refuse_closure_optimizers(kind: Any, reason: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(OptimizerNotShardableError, match=rf"cannot step the fp32 main params.*{reason}"):
-            train(kind, with_zero_grads, rank, group, torch.bfloat16, use_distributed_optimizer=False)
+            started(rank, group, kind, torch.bfloat16, use_distributed_optimizer=False)
 
     run_ranks(1, run)

@@ -197,40 +197,6 @@ def test_two_optimizers_over_parts_of_one_model(sharded: bool) -> None:
     assert_equal(run_ranks(2, run_ours), run_ranks(2, run_ddp), 1e-5 if sharded else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("engine", "clip"),
-    [
-        ({"use_distributed_optimizer": True, "bucket_size": 1}, False),
-        ({"use_distributed_optimizer": False, "bucket_size": 1}, False),
-        ({"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False}, False),
-        ({"use_distributed_optimizer": True, "bucket_size": 1, "grad_buffer": "pooled"}, False),
-        ({"use_distributed_optimizer": True, "bucket_size": 1000000000, "overlap_grad_reduce": False}, True),
-    ],
-    ids=str,
-)
-def test_grads_written_before_the_step_are_stepped(engine: dict[str, Any], clip: bool) -> None:
-    def run(rank: int, group: ProcessGroup, ours: bool) -> list[Tensor]:
-        module = two_layers()
-        model: Any = TorchDDP(module, process_group=group)
-        optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.1)
-        if ours:
-            model = DistributedDataParallel(module, DistributedDataParallelConfig(**engine), group)
-            optimizer = DistributedOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), model)
-        for number in range(2):
-            optimizer.zero_grad()
-            model(batch(rank, number)).square().sum().backward()
-            module[0].weight.grad = torch.full_like(module[0].weight, 0.3)
-            if clip and ours:
-                optimizer.clip_grad_value_(0.1)
-            elif clip:
-                torch.nn.utils.clip_grad_value_(module.parameters(), 0.1)
-            optimizer.step()
-        return [param.detach().clone() for param in module.parameters()]
-
-    ours, reference = (run_ranks(2, lambda r, g, mine=mine: run(r, g, mine)) for mine in (True, False))
-    assert_equal(ours, reference)
-
-
 @pytest.mark.parametrize("engine", ENGINES, ids=ENGINE_IDS)
 def test_gradients_from_before_the_wrapping_are_kept(engine: dict[str, Any]) -> None:
     def with_grads() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
@@ -196,27 +195,22 @@ def test_wire_bytes_of_instances_are_at_the_floor(size: int, instances: int, kin
     check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances)
 
 
-CONFIG = DistributedDataParallelConfig(bucket_size=300_000)
-
-
 def linears(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
 
 
-def check_bytes_on_the_wire(
-    size: int, dtype: torch.dtype, bytes_a_param: float, *, kind: Any = torch.optim.SGD, **options: Any
-) -> None:
+def check_bytes_on_the_wire(size: int, dtype: torch.dtype, bytes_a_param: float, **options: Any) -> None:
     """The kernel's count in three steps, by rank and parameter."""
     steps = 3
     elsewhere = bytes_received().keys()
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
         module = linears(dtype)
-        config = dataclasses.replace(CONFIG, **options)
+        config = DistributedDataParallelConfig(bucket_size=300_000, **options)
         instances = config.num_distributed_optimizer_instances
         collectives = with_instances(group, instances) if instances > 1 else None
         model = DistributedDataParallel(module, config, group, collectives=collectives)
-        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.1), model)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         counts = []
         for number in range(steps + 1):
             optimizer.zero_grad()
