@@ -4,7 +4,6 @@ of ranks, as directories, and where the main process saves without the others.""
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
-from megastrategy.core import OpenDirectory
 from tests.support.comparison import assert_equal
 
 from ..accelerate_loops import (
@@ -31,7 +29,6 @@ from ..accelerate_loops import (
 )
 from ..fits import AwkwardNet, loader
 from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
-from ..rank_processes import assert_failed
 
 SAVED_AFTER = 4  # of 7 batches, two a step: what is accumulated in mid-window is in no checkpoint
 
@@ -176,23 +173,6 @@ def params_of(run: Run) -> dict[str, Tensor]:
     return {name: value for name, value in sorted(run.weights.items()) if not name.startswith("norm.running")}
 
 
-def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
-    """Without them 16-bit weights go on from their rounding, as from a checkpoint of torch DDP."""
-    folder = tmp_path / "saved"
-    options: dict[str, Any] = {"dtype": torch.bfloat16}
-    whole = worlds.run(train_from, "megatron_ddp", save=folder, **options)
-    for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", load=folder, **options), strict=True):
-        assert_resumed(run, resumed)
-    main = torch.load(folder / MAIN_PARAMS_FILE, weights_only=True)[0]
-    weights = load_file(folder / "model.safetensors")
-    for name, value in main.items():
-        if name in weights:
-            assert torch.equal(value.bfloat16(), weights[name]), name
-    (folder / MAIN_PARAMS_FILE).unlink()
-    rounded = worlds.run(train_from, "megatron_ddp", load=folder, **options)
-    assert [run.losses for run in rounded] != [run.losses[SAVED_AFTER:] for run in whole]
-
-
 def test_directory_resumes_under_any_option(worlds: Worlds, tmp_path: Path) -> None:
     """And resumes to the bit, also without the sharded optimizer."""
     folder = tmp_path / "saved"
@@ -200,51 +180,6 @@ def test_directory_resumes_under_any_option(worlds: Worlds, tmp_path: Path) -> N
     for mode in MODES.values():
         for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", mode, load=folder), strict=True):
             assert_resumed(run, resumed)
-
-
-def save_statistics(folder: Path) -> dict[str, Tensor]:
-    """Each rank has statistics of its own samples until the next forward."""
-    accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded"})
-    net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(6)))
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    torch.manual_seed(accelerator.process_index)
-    accelerator.backward(model(torch.randn(8, 6)).square().sum())
-    optimizer.step()
-    accelerator.save_state(str(folder))
-    return dict(sorted(weights_of(net).items()))
-
-
-def test_directory_has_main_processs_buffers(worlds: Worlds, tmp_path: Path) -> None:
-    """And not, tensor by tensor, those of whichever rank had less to write."""
-    first, second = worlds.run(save_statistics, tmp_path / "saved")
-    assert not torch.equal(first["0.running_mean"], second["0.running_mean"])
-    saved = OpenDirectory(tmp_path / "saved" / DIRECTORY).read("model")
-    assert_equal(dict(sorted(saved.items())), first)
-
-
-def save_scale(name: str, folder: Path, load: bool) -> tuple[float, int]:
-    accelerator = make_accelerator(name, find_unused=False)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0 if load else 1024.0, growth_interval=3)
-    net = nn.Linear(3, 3)
-    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
-    if load:
-        accelerator.load_state(str(folder))
-    for factor in (1.0,) if load else (1.0, float("inf"), 1.0):
-        accelerator.backward(model(torch.ones(2, 3)).sum() * factor)
-        optimizer.step()
-        optimizer.zero_grad()
-    if not load:
-        accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
-    return accelerator.scaler.get_scale(), accelerator.scaler._get_growth_tracker()
-
-
-def test_fp16s_scale_is_saved(worlds: Worlds, tmp_path: Path) -> None:
-    """The tracker counts on from there."""
-    for saved_by, loaded_by in [("ddp", "megatron_ddp"), ("megatron_ddp", "ddp")]:
-        folder = tmp_path / saved_by
-        assert worlds.run(save_scale, saved_by, folder, False) == [(512.0, 1)] * 2
-        assert worlds.run(save_scale, loaded_by, folder, True) == [(512.0, 2)] * 2
 
 
 def save_everything(folder: Path) -> dict[str, Tensor]:
@@ -419,8 +354,6 @@ def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tup
         optimizer.zero_grad()
 
     train()
-    if then == "step":
-        accelerator.backward(model(torch.ones(4, 5), torch.arange(4)).square().mean())
     message, start = "", time.monotonic()
     if accelerator.is_main_process:
         with pytest.raises(RuntimeError) as caught:
@@ -429,8 +362,6 @@ def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tup
     seconds = time.monotonic() - start
     if then == "barrier":
         accelerator.wait_for_everyone()
-    elif then == "step":
-        optimizer.step()
     train()  # all ranks are in step
     return message, seconds
 
@@ -440,7 +371,6 @@ def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tup
     [
         pytest.param({}, "barrier", "in accelerator.wait_for_everyone()", id="barrier"),
         pytest.param({"state_dict_type": "sharded"}, "next", "rank 1 is elsewhere, waiting in ", id="next step"),
-        pytest.param({}, "step", "rank 1 is elsewhere, waiting in ", id="before the step"),
     ],
 )
 def test_main_process_cannot_save_shards(
@@ -452,26 +382,3 @@ def test_main_process_cannot_save_shards(
     assert "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`" in message
     assert "`use_distributed_optimizer: false`" in message
     assert seconds < 30, "not the patience of a minute"
-
-
-def die_meanwhile(folder: Path) -> None:
-    accelerator = make_accelerator("megatron_ddp")
-    alive = os.open(folder.with_name("alive"), os.O_RDWR | os.O_CREAT)  # a number: it stays open until the process
-    if not accelerator.is_main_process:
-        fcntl.flock(alive, fcntl.LOCK_EX)
-    net = AwkwardNet()
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    accelerator.backward(model(torch.ones(4, 5), torch.arange(4)).square().mean())
-    optimizer.step()
-    if not accelerator.is_main_process:
-        raise ValueError("a rank that fails after its step")
-    fcntl.flock(alive, fcntl.LOCK_EX)  # the other process has ended
-    os.close(alive)
-    accelerator.save_state(str(folder))
-
-
-def test_dead_rank_is_named(worlds: Worlds, tmp_path: Path) -> None:
-    """Its shards are lost; nothing waits for them."""
-    zero, one = worlds.outcomes(die_meanwhile, tmp_path / "saved")
-    assert_failed(zero, "rank(s) [1] have ended: if with an error, look at that one first", kind="NotOnAllRanksError")
-    assert zero.seconds - one.seconds < 20

@@ -55,25 +55,6 @@ def test_backward_synchronises_after_its_forward(worlds: Worlds, mode: dict[str,
     assert not torch.equal(first[0]["local"], second[0]["local"]), "nothing was sent in the first backward"
 
 
-def trigger_by_accelerates_class() -> None:
-    """A script that was written for accelerate's own class calls its static method."""
-    import accelerate
-
-    accelerator = make_accelerator("megatron_ddp", {"use_distributed_optimizer": False})
-    net = net_of()
-    model = accelerator.prepare(net)
-    with model.no_sync():
-        loss = model(inputs(accelerator)).sum()
-    with accelerate.Accelerator.trigger_sync_in_backward(model):
-        loss.backward()
-    mine = net[0].bias.grad.clone()
-    assert torch.equal(mine, accelerator.reduce(mine, "mean")), "every rank has the mean"
-
-
-def test_accelerates_class_synchronises_backward(worlds: Worlds) -> None:
-    worlds.run(trigger_by_accelerates_class)
-
-
 def accumulate_by_hand(name: str, mode: dict[str, Any]) -> Run:
     trainee, run = set_up(name, mode, adamw), Run({})
     for step in range(3):
@@ -140,20 +121,6 @@ def test_two_models_accumulate_and_clip(worlds: Worlds, mode: dict[str, Any]) ->
     assert_like_ddp(worlds, train_two_models, mode, 0.0, "value")
 
 
-def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
-    accelerator = make_accelerator(name, mode)
-    nets = net_of(1), net_of(2)
-    first, second, optimizer = accelerator.prepare(*nets, adamw([*nets[0].parameters(), *nets[1].parameters()]))
-    accelerator.backward((first(inputs(accelerator)) - second(inputs(accelerator))).square().mean())
-    accelerator.clip_grad_norm_(itertools.chain(first.parameters(), second.parameters()), 0.1)
-    optimizer.step()
-    return [weights_of(net) for net in nets]
-
-
-def test_one_optimizer_of_two_models_equals_ddp(worlds: Worlds) -> None:
-    assert_like_ddp(worlds, one_optimizer_of_two_models, ALL_REDUCE)
-
-
 def train_with_extra_params(name: str, mode: dict[str, Any], prepare: str) -> list[dict[str, Tensor]]:
     """As sentence-transformers does: the optimizer has the loss's parameters too, a head and a guide."""
     accelerator = make_accelerator(name, mode)
@@ -213,24 +180,6 @@ def test_scheduler_waits_for_its_optimizer(worlds: Worlds, mode: dict[str, Any])
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
-
-
-def clip_what_was_not_sent() -> tuple[float, float]:
-    """All backwards under ``no_sync``: clipping reduces before it looks, as a step would."""
-    trainee = set_up("megatron_ddp")
-    accelerator, model = trainee.accelerator, trainee.model
-    trainee.backward()
-    expected = accelerator.clip_grad_norm_(model.parameters(), 1e6).item()
-    trainee.optimizer.zero_grad()
-    with accelerator.no_sync(model):
-        trainee.backward()
-    return accelerator.clip_grad_norm_(model.parameters(), 1e6).item(), expected
-
-
-def test_clipping_reduces_unsynchronised_gradients(worlds: Worlds) -> None:
-    first, second = worlds.run(clip_what_was_not_sent)
-    assert first == second
-    assert first[0] == first[1]
 
 
 def clip_local_gradients() -> tuple[float, float, float, float]:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from megastrategy.accelerate.tensor_parallel import check_parallelism
 from megastrategy.core import OpenDirectory
-from megastrategy.tools.conversion import consolidate
 from tests.support import experts, sequences
 from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
@@ -214,19 +213,12 @@ class LossModel(LanguageModel):
         return self.loss(super().forward(tokens), tokens)
 
 
-def make_model(tied: bool = False) -> LossModel:
+def make_model() -> LossModel:
     torch.manual_seed(3)
-    return LossModel(64, tied=tied, width=16)
+    return LossModel(64, tied=False, width=16)
 
 
-def train(
-    sizes: dict[str, int],
-    folder: str,
-    resume: str | None = None,
-    *,
-    tied: bool = False,
-    plugin: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def train(sizes: dict[str, int], folder: str, resume: str | None = None) -> dict[str, Any]:
     """An epoch with accumulation and clipping, then the state, in a folder called after the sizes.
 
     ``sizes``: of ParallelismConfig; without any it is accelerate's own Accelerator, in one process.
@@ -236,14 +228,12 @@ def train(
     options = {"gradient_accumulation_steps": 2}
     if sizes:
         config = ParallelismConfig(**sizes)
-        accelerator = make_accelerator("megatron_ddp", plugin, parallelism_config=config, **options)
+        accelerator = make_accelerator("megatron_ddp", parallelism_config=config, **options)
     else:
         accelerator = make_accelerator("ddp", **options)
-    module = make_model(tied)
+    module = make_model()
     if sizes:
         parallelize_module(module, accelerator.torch_device_mesh["tp"], plan(sequence_parallel=True))
-        if tied:
-            module.head.weight = module.embed.weight
     num_batches = accelerator.num_processes // sizes.get("tp_size", 1)
     model, optimizer, data = accelerator.prepare(module, adamw(module.parameters()), token_loader(4 // num_batches))
     if resume is not None:
@@ -293,30 +283,6 @@ def test_mesh_trains_saves_and_resumes(worlds: Worlds, tmp_path: Path, sizes: di
     [alone] = worlds.run(train, {}, folder, f"{folder}/{name}", size=1)
     together = worlds.run(train, sizes, folder, f"{folder}/alone", size=size)
     assert_close(together[0]["weights"], alone["weights"])
-
-
-@pytest.mark.nightly
-def test_directory_resumes_on_any_mesh(worlds: Worlds, tmp_path: Path) -> None:
-    folder, parts, plugin = str(tmp_path), str(tmp_path / "parts"), {"state_dict_type": "sharded"}
-    [alone] = worlds.run(train, {}, folder, size=1, tied=True)
-    worlds.run(train, MESH, parts, size=4, tied=True, plugin=plugin)
-    name = "tp_size=2 dp_shard_size=2"
-    directory = tmp_path / "parts" / name / "megatron_ddp"
-    assert num_chunks(directory, "model.embed.weight") == 2, "each tensor rank writes its part"
-    weights = OpenDirectory(directory).read("model")
-    assert torch.equal(weights["head.weight"], weights["embed.weight"])
-    assert_close({key: weights[key] for key in alone["weights"]}, alone["weights"], "weights")
-    consolidate(directory, tmp_path / "one file")
-    state = read(tmp_path / "one file")["optimizer"]["state"]
-    assert_close(state, read(tmp_path / "alone" / "optimizer.bin")["state"], "optimizer")
-    # the mesh goes on from the directory as one process does from its files
-    [alone] = worlds.run(train, {}, folder, f"{folder}/alone", size=1, tied=True)
-    together = worlds.run(train, MESH, parts, f"{parts}/{name}", size=4, tied=True, plugin=plugin)
-    for own in together:
-        assert_close(own["weights"], alone["weights"], "resumed")
-    # and without a directory's option, on other tensor ranks
-    together = worlds.run(train, {"tp_size": 2}, folder, f"{parts}/{name}", size=2, tied=True)
-    assert_close(together[0]["weights"], alone["weights"], "on two ranks")
 
 
 def refusals() -> dict[str, str]:
