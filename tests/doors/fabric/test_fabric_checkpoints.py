@@ -106,36 +106,6 @@ def test_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tmp_
     assert_resumed(resumed, whole)
 
 
-def load_without_main_params(strategy_options: dict[str, Any], path: str, stripped: str) -> None:
-    """Files of "ddp" and of other writers have none: there are only the weights."""
-    fabric = make_fabric("megatron_ddp", strategy_options, precision="bf16-true")
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    state = {"model": model, "optimizer": optimizer}
-    saved = torch.load(path, weights_only=True)
-    if fabric.is_global_zero:
-        torch.save({key: value for key, value in saved.items() if key != MAIN_PARAMS_KEY}, stripped)
-    fabric.barrier()
-    fabric.load(stripped, state)
-    assert_equal(weights_of(net), dict(saved["model"]))
-    model(torch.ones(2, 5), torch.tensor([0, 1])).sum().backward()
-    grad = fabric.strategy.full_grad(net.scale)
-    assert grad is not None
-    number = [name for name, _ in net.named_parameters()].index("scale")
-    buffer = saved["optimizer"]["state"][number]["momentum_buffer"]
-    optimizer.step()
-    expected = saved["model"]["scale"].float() - 0.05 * (0.9 * buffer + grad)
-    assert_equal(net.scale.detach(), expected.to(torch.bfloat16))
-    optimizer.zero_grad()
-
-
-@both_modes
-def test_weights_count_without_main_params(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    ranks.run(train_from, "megatron_ddp", options, make_optimizer=sgd, precision="bf16-true", save=str(path))
-    ranks.run(load_without_main_params, options, str(path), str(tmp_path / "stripped"))
-
-
 def save_and_load_in_many_ways(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
     """Filters, the raw objects, strictness, single state dicts, a file without state, a compiled model."""
     fabric = make_fabric(name, strategy_options)

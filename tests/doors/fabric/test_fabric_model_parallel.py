@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -279,9 +278,9 @@ def test_directory_moves_to_model_parallel_and_back(mesh: Ranks, tmp_path: Path)
 
 
 class Pair(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8, bias=False)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
@@ -304,29 +303,21 @@ def refusals() -> dict[str, str]:
     module, cut = Pair(), {"tensor_parallel_size": 2, "parallelize_fn": cut_pair}
     returns_nothing = {**cut, "parallelize_fn": lambda module, mesh: None}
     return {
-        "no tensor ranks": message(ValueError, lambda: on(tensor_parallel_size=0)),
         "three tensor ranks": message(ValueError, lambda: on(tensor_parallel_size=3)),
         "nothing to cut": message(ValueError, lambda: on(parallelize_fn=cut_pair)),
         "returns nothing": message(TypeError, lambda: on(**returns_nothing).setup(Pair())),
         "early optimizer": message(ValueError, lambda: on(**cut).setup(module, adamw(module.parameters()))),
         "whole experts": message(ValueError, lambda: on(**EP2).setup(experts.Model(5))),
-        "three expert ranks": message(ValueError, lambda: on(expert_parallel_size=3)),
-        "experts, tensor ranks": message(ValueError, lambda: on(**EP2, tensor_parallel_size=2)),
-        "experts, static graph": message(ValueError, lambda: on(**EP2, static_graph=True)),
         "stages in fp16": message(ValueError, pipeline_in_fp16),
     }
 
 
 REFUSED = {
-    "no tensor ranks": "tensor_parallel_size=0: expected at least one rank",
     "three tensor ranks": "tensor_parallel_size=3 does not divide the 4 ranks",
     "nothing to cut": "tensor_parallel_size is 1: there is nothing to parallelise over",
     "returns nothing": "parallelize_fn returned NoneType",
     "early optimizer": "build the optimizer on model.parameters()",
     "whole experts": 'strategy.expert_mesh["expert_parallel"], [Shard(0)]',
-    "three expert ranks": "expert_parallel_size=3 does not divide the 4 ranks",
-    "experts, tensor ranks": "expert_parallel_size=2 and tensor_parallel_size=2 are not supported together",
-    "experts, static graph": "Leave both out with expert_parallel_size",
     "stages in fp16": "Choose 'bf16-mixed'",
 }
 
@@ -338,67 +329,20 @@ def test_contradictions_are_refused_by_name(mesh: Ranks) -> None:
             assert text in found[what]
 
 
-def load_directories_that_do_not_fit(folder: str) -> dict[str, str]:
-    fabric = make_fabric(make_strategy(tensor_parallel_size=2, parallelize_fn=cut_pair, state_dict_type="sharded"))
-    model, wide = fabric.setup(Pair()), fabric.setup(Pair(32))
-    fabric.save(f"{folder}/pair", {"model": model})
-    fabric.save(f"{folder}/half", {"model": model}, filter={"model": lambda name, value: name != "down.weight"})
-    before = {name: whole(param) for name, param in model.named_parameters()}
-    found = {
-        "missing": message(RuntimeError, lambda: fabric.load(f"{folder}/half", {"model": model})),
-        "mis-sized": message(RuntimeError, lambda: fabric.load(f"{folder}/pair", {"model": wide})),
-        "extra": message(RuntimeError, lambda: fabric.load(f"{folder}/pair", {"model": fabric.setup(Pair().up)})),
-    }
-    for name, param in model.named_parameters():
-        assert torch.equal(whole(param), before[name])
-    return found
-
-
-def test_directory_that_does_not_fit_is_refused(mesh: Ranks, tmp_path: Path) -> None:
-    for found in mesh.run(load_directories_that_do_not_fit, str(tmp_path)):
-        shapes = (
-            "a param with shape torch.Size([16, 8]) from checkpoint, the shape in current model is torch.Size([32, 8])"
-        )
-        assert 'Missing key(s) in state_dict: "down.weight"' in found["missing"]
-        assert f"size mismatch for up.weight: copying {shapes}" in found["mis-sized"]
-        assert 'Unexpected key(s) in state_dict: "up.weight", "up.bias", "down.weight"' in found["extra"]
-
-
-def made_on_meta() -> dict[str, Any]:
-    """A module that gets memory when it is cut, bf16 weights of it, and a copy of what ``setup`` returned."""
-    fabric = make_fabric(make_strategy(tensor_parallel_size=2, parallelize_fn=cut_pair), precision="bf16-true")
+def made_on_meta() -> tuple[bool, tuple[int, ...], Tensor]:
+    """Whether a module was on meta, the shape of this rank's part when it is set up, and the whole weight."""
+    fabric = make_fabric(make_strategy(tensor_parallel_size=2, parallelize_fn=cut_pair))
     with fabric.init_module(empty_init=True):
         module = Pair()
     was_on_meta = module.up.weight.is_meta
-    model = fabric.setup(module)
-    optimizer = fabric.setup_optimizers(adamw(model.parameters()))
-    fabric.backward(model(torch.ones(4, 8)).float().square().mean())
-    grad = fabric.strategy.full_grad(module.up.weight)
-    copied = copy.deepcopy(model)
-    before = {name: whole(param) for name, param in module.named_parameters()}
-    optimizer.step()
-    return {
-        "was_on_meta": was_on_meta,
-        "part": tuple(module.up.weight._local_tensor.shape),
-        "grad": whole(grad),
-        "weights": before,
-        "stepped": whole(module.up.weight),
-        "copied": {name: whole(param) for name, param in copied.module.named_parameters()},
-        "mesh": fabric.strategy.device_mesh.mesh_dim_names,
-    }
+    fabric.setup(module)
+    return was_on_meta, tuple(module.up.weight._local_tensor.shape), whole(module.up.weight)
 
 
 def test_module_on_meta_gets_memory_when_cut(mesh: Ranks) -> None:
     outcomes = mesh.run(made_on_meta)
-    for own in outcomes:
-        assert own["was_on_meta"]
-        assert own["part"] == (8, 8)
-        assert own["mesh"] == ("data_parallel", "tensor_parallel")
-        assert own["weights"]["up.weight"].dtype == torch.bfloat16
-        assert own["weights"]["up.weight"].float().std() > 0.1, "reset_parameters chose them"
-        assert own["grad"].shape == (16, 8)
-        assert own["grad"].abs().sum() > 0
-        for name, weight in own["weights"].items():
-            assert torch.equal(weight, outcomes[0]["weights"][name]), "one model on all ranks"
-            assert torch.equal(weight, own["copied"][name])
-        assert not torch.equal(own["stepped"], own["weights"]["up.weight"])
+    for was_on_meta, shape, weight in outcomes:
+        assert was_on_meta
+        assert shape == (8, 8)
+        assert torch.equal(weight, outcomes[0][2]), "one model on all ranks"
+        assert weight.std() > 0.1, "reset_parameters chose the values"

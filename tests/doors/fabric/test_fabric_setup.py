@@ -174,22 +174,6 @@ def test_module_is_set_up_again(ranks: Ranks, options: dict[str, Any]) -> None:
     assert_like_ddp(ranks, set_up_again, options)
 
 
-def unfreeze_and_set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
-    """With a second optimizer, for what was frozen."""
-    fabric, net = make_fabric(name, strategy_options), AwkwardNet()
-    own = sgd([param for param in net.parameters() if param.requires_grad])
-    losses = step_with(fabric, *fabric.setup(net, own))
-    net.frozen.requires_grad_(True)
-    model, optimizer, second = fabric.setup(net, own, adamw(net.frozen.parameters()))
-    losses += step_with(fabric, model, optimizer, second)
-    return losses, weights_of(net), state_of(fabric, optimizer), state_of(fabric, second)
-
-
-@both_modes
-def test_unfrozen_module_is_set_up_again(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, unfreeze_and_set_up_again, options)
-
-
 def evaluate(name: str, strategy_options: dict[str, Any]) -> Any:
     """A model that is set up and only evaluated, with rank 0's weights and buffers."""
     fabric = make_fabric(name, strategy_options)
