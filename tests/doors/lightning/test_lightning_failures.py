@@ -6,27 +6,27 @@ The limit of each job is far below the process group's timeout (half an hour), s
 from __future__ import annotations
 
 import contextlib
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
 from megastrategy._faults.failure_watch import FailureWatch
+from megastrategy._faults.interfaces import add_way_out
 from megastrategy._faults.process_collectives import give_up_engine_collectives
+from megastrategy._faults.recovery import describe
 from megastrategy.core.collectives import process_groups
 from megastrategy.core.errors import CollectiveError
-from tests.support.scripts import run_script
 
 from ..fits import (
     BATCH_SIZE,
@@ -48,21 +48,16 @@ class OnPurposeError(Exception):
     """Raised by the tests."""
 
 
-def raise_on(module: pl.LightningModule, rank: int | None, batch_idx: int) -> None:
-    if batch_idx == BATCH and rank in (None, module.trainer.global_rank):
-        raise OnPurposeError(f"rank {module.trainer.global_rank}")
-
-
 class RaisesIn(AwkwardModule):
-    """Raises in batch 3, in the place called ``where``, on one rank or on all (None)."""
+    """Raises in batch 3 on rank 1, in "forward" or in "backward"."""
 
-    def __init__(self, where: str, rank: int | None) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self.where, self.rank = where, rank
+        self.where = where
 
     def _raise(self, where: str, batch_idx: int) -> None:
-        if where == self.where:
-            raise_on(self, self.rank, batch_idx)
+        if (where, batch_idx, self.global_rank) == (self.where, BATCH, 1):
+            raise OnPurposeError("rank 1")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._raise("forward", batch_idx)
@@ -71,44 +66,11 @@ class RaisesIn(AwkwardModule):
             loss.register_hook(lambda grad: self._raise("backward", batch_idx))
         return loss
 
-    def on_after_backward(self) -> None:
-        self._raise("on_after_backward", self.trainer.fit_loop.batch_idx)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._raise("on_before_optimizer_step", self.trainer.fit_loop.batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        module = self
-
-        class Raising(torch.optim.AdamW):
-            def step(self, closure: Any = None) -> Any:
-                if module.trainer.training:  # not in the trial step of the probe
-                    module._raise("step", module.trainer.fit_loop.batch_idx)
-                return super().step(closure)
-
-        return Raising(self.parameters(), lr=1e-2)
-
-
-class RaisesInCallback(pl.Callback):
-    def __init__(self, rank: int | None) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        raise_on(pl_module, self.rank, batch_idx)
-
-
-PLACES = ["forward", "backward", "on_after_backward", "on_before_optimizer_step", "step", "callback"]
-
-
-def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl.Callback, ...] = ()) -> pl.Trainer:
+def fit_raising(place: str, sharded: bool, **trainer_options: Any) -> None:
     """Fits, and lets the exception out."""
-    if place == "callback":
-        callbacks = (*callbacks, RaisesInCallback(rank))
     strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
-    saving = bool([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
-    trainer = make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=saving)
-    trainer.fit(RaisesIn(place, rank), loader())
-    return trainer
+    make_trainer(strategy, **trainer_options).fit(RaisesIn(place), loader())
 
 
 @contextlib.contextmanager
@@ -128,12 +90,10 @@ def left_ranks(ranks: Ranks) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    ("place", "sharded"), [("forward", True), ("backward", False), ("on_before_optimizer_step", True)]
-)
+@pytest.mark.parametrize(("place", "sharded"), [("forward", True), ("backward", False)])
 def test_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
     """As soon as the rank's process ends, as a script's would; each rank says why."""
-    waiting, raising = ranks.outcomes(fit_raising, place, 1, sharded)
+    waiting, raising = ranks.outcomes(fit_raising, place, sharded)
     assert isinstance(raising, Failure)
     assert (raising.kind, raising.message) == ("OnPurposeError", "rank 1")
     assert_failed(waiting, "rank 0 of 2: ", "another rank ended with an error", kind="CollectiveError")
@@ -148,8 +108,9 @@ def test_checkpoint_on_exception_of_one_rank_is_whole(left_ranks: Ranks, tmp_pat
 
 
 def fit_saving_alone(directory: Path) -> None:
-    with short_grace():
-        fit_saving_on_exception("forward", 1, True, directory)
+    checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", save_on_exception=True, save_top_k=0)
+    with short_grace(), pytest.raises((OnPurposeError, CollectiveError), match=r"rank [01]"):
+        fit_raising("forward", True, callbacks=[checkpoint], enable_checkpointing=True)
 
 
 class RaisesInValidation(AwkwardModule):
@@ -235,16 +196,7 @@ class RaisesInHook(AwkwardModule):
         setattr(self, where, raise_on_rank_1)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "forward",
-        "setup",
-        "on_save_checkpoint",
-        pytest.param("on_before_optimizer_step", marks=pytest.mark.nightly),
-        pytest.param("configure_optimizers", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("place", ["forward", "setup", "on_save_checkpoint"])
 def test_next_fit_works_after_an_exception_on_one_rank(ranks: Ranks, tmp_path: Path, place: str) -> None:
     """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too."""
     first, second = ranks.run(fit_again_after_exception_on_rank_1, place, tmp_path)
@@ -254,7 +206,7 @@ def test_next_fit_works_after_an_exception_on_one_rank(ranks: Ranks, tmp_path: P
 
 
 def fit_again_after_exception_on_rank_1(place: str, directory: Path) -> str:
-    module = RaisesIn(place, 1) if place in PLACES else RaisesInHook(place)
+    module = RaisesIn(place) if place == "forward" else RaisesInHook(place)
     options = {"callbacks": [ModelCheckpoint(dirpath=directory)], "enable_checkpointing": True}
     with short_grace(), pytest.raises((OnPurposeError, RuntimeError)) as raised:
         fit("megatron_ddp", module=module, **options)
@@ -263,28 +215,18 @@ def fit_again_after_exception_on_rank_1(place: str, directory: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("place", "sharded"), [("forward", True), ("backward", False)])
-def test_next_fit_works_after_an_exception_on_all(ranks: Ranks, place: str, sharded: bool) -> None:
-    """In a notebook one corrects the error and goes on."""
-    assert ranks.run(fit_again_after_exception, place, sharded) == ["rank 0", "rank 1"]
+class RaisesOnAll(AwkwardModule):
+    """Once one rank has begun a collective that the others have not, if it is ``ahead``."""
 
+    def __init__(self, ahead: bool) -> None:
+        super().__init__()
+        self.ahead = ahead
 
-def fit_again_after_exception(place: str, sharded: bool) -> str:
-    with pytest.raises(OnPurposeError) as raised:
-        fit_raising(place, None, sharded)
-    again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
-    assert_same_tensors(again.weights, fit("ddp").weights)
-    return str(raised.value)
-
-
-class RaisesAhead(pl.Callback):
-    """On all ranks; one has begun a collective that the others have not."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == BATCH:
-            if trainer.global_rank == 1:
+            if self.ahead and self.global_rank == 1:
                 self.work = torch.distributed.all_reduce(torch.ones(3), async_op=True)
-            raise OnPurposeError(f"rank {trainer.global_rank}")
+            raise OnPurposeError(f"rank {self.global_rank}")
 
 
 def test_ranks_at_different_collectives_do_not_go_on(ranks: Ranks) -> None:
@@ -297,7 +239,7 @@ def test_ranks_at_different_collectives_do_not_go_on(ranks: Ranks) -> None:
 
 def fit_after_raising_ahead() -> None:
     with pytest.raises(OnPurposeError):
-        make_trainer(make_strategy("megatron_ddp"), callbacks=[RaisesAhead()]).fit(AwkwardModule(), loader())
+        make_trainer(make_strategy("megatron_ddp")).fit(RaisesOnAll(ahead=True), loader())
     fit("megatron_ddp")
 
 
@@ -341,17 +283,10 @@ def fit_after_slow_connections() -> int:
     give_up_engine_collectives()  # so that the next makes new groups
     before = sequence_number()
     with slow_connections(), pytest.raises(OnPurposeError):
-        fit_raising("forward", None, True)
+        make_trainer(make_strategy("megatron_ddp")).fit(RaisesOnAll(ahead=False), loader())
     counted = sequence_number() - before
     fit("megatron_ddp")
     return counted
-
-
-def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
-    checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", save_on_exception=True, save_top_k=0)
-    with pytest.raises(Exception, match=r"rank [01]"):
-        fit_raising(place, rank, sharded, (checkpoint,))
-    return "raised"
 
 
 def assert_whole(directory: Path, global_step: int) -> None:
@@ -361,13 +296,6 @@ def assert_whole(directory: Path, global_step: int) -> None:
     assert state["global_step"] == global_step
     trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
     assert len(state["optimizer_states"][0]["state"]) == len(trainable)
-
-
-@pytest.mark.parametrize(("place", "sharded"), [("backward", True), ("forward", False)])
-def test_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place: str, sharded: bool) -> None:
-    """The optimizer's shards are gathered by a group made for it, since the old one may be in any state."""
-    assert ranks.run(fit_saving_on_exception, place, None, sharded, tmp_path / "run") == ["raised"] * 2
-    assert_whole(tmp_path / "run", BATCH)
 
 
 # --- where data comes from -------------------------------------------------------------------------------------------
@@ -420,31 +348,58 @@ def test_rank_that_goes_on_alone_is_stopped(ranks: Ranks) -> None:
     assert "the first failure among the ranks: rank 1: OnPurposeError" in waiting.traceback
 
 
-SCRIPT = """
-    import sys
+# --- the text by which other ranks name the failure ------------------------------------------------------------------
 
-    from torch.utils.data import DataLoader
 
-    from tests.doors.fits import BATCH_SIZE, AwkwardModule, make_strategy, make_trainer
-    from tests.doors.lightning.test_lightning_failures import Broken
+def test_text_of_a_failure_begins_with_its_root() -> None:
+    """Frameworks of configurations wrap an error that user code has wrapped before."""
+    cause, error = ValueError("bad row"), RuntimeError("x" * 5000)
+    cause.__cause__, error.__cause__ = KeyError("id"), cause
+    described = describe(error)
+    assert described.startswith("KeyError: 'id', which led to ValueError: bad row, which led to RuntimeError: xxx")
+    assert len(described) < 1000
+    group = ExceptionGroup("two of three", [OSError("disk full"), ValueError("late")])
+    assert describe(group) == "OSError: disk full, which led to ExceptionGroup: two of three (2 sub-exceptions)"
+    fallback = RuntimeError("no sample")
+    fallback.__context__ = KeyError("id")
+    assert describe(fallback) == "RuntimeError: no sample, raised while handling KeyError: 'id'"
 
-    if __name__ == "__main__":
-        trainer = make_trainer(make_strategy("megatron_ddp"))
-        data = DataLoader(Broken([int(sys.argv[1])]), batch_size=BATCH_SIZE, num_workers=1)
+
+def test_text_of_a_failure_keeps_its_last_line() -> None:
+    message = "\n".join(["configuration:", *(f"  key_{number}: {number}" for number in range(500)), "missing: lr"])
+    assert describe(ValueError(message)) == "ValueError: missing: lr (configuration:)"
+
+
+def raised_by_a_worker(error: OSError, cause: Exception) -> OSError:
+    """The error that a DataLoader raises for one of its worker's: the tracebacks of both are in its message."""
+    try:
         try:
-            trainer.fit(AwkwardModule(), data)
-        except Exception as error:
-            notes = getattr(error, "__notes__", [])
-            print(f"rank {trainer.global_rank} ended with {type(error).__name__}: {error} {notes}")
-"""
+            raise cause
+        except Exception as caught:
+            raise error from caught
+    except OSError:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(OSError, match="Caught") as raised:
+        wrapper.reraise()
+    return raised.value
 
 
-def test_error_in_a_loaders_worker_ends_all_ranks(tmp_path: Path) -> None:
-    """The worker's traceback comes with the error."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    output = run_script(script, first_sample(1), cwd=tmp_path).stdout
-    assert "rank 1 ended with OnPurposeError: Caught OnPurposeError in DataLoader worker process 0" in output
-    assert "rank 0 ended with CollectiveError: rank 0 of 2" in output
-    assert "the first failure among the ranks: rank 1: " in output
-    assert f"OnPurposeError: sample {first_sample(1)} (Caught OnPurposeError in DataLoader worker process 0.)" in output
+def test_text_of_a_workers_failure_names_its_root() -> None:
+    described = describe(raised_by_a_worker(OSError("loading failed:\nsee above"), ValueError("bad row 29\nof file 3")))
+    assert "ValueError: bad row 29\nof file 3, which led to OSError: loading failed:\nsee" in described[:120]
+    group = ExceptionGroup("two files", [ValueError("bad row"), KeyError("id")])
+    described = describe(raised_by_a_worker(OSError("loading failed"), group))
+    assert described.index("ValueError: bad row") < described.index("which led to OSError: loading failed")
+    assert "KeyError: 'id'" in described
+
+
+def test_way_out_is_added_where_hosts_do_not_connect() -> None:
+    """Users choose GLOO_SOCKET_IFNAME from the list of this machine's interfaces."""
+    error = RuntimeError("Gloo connectFullMesh failed with [...] Connection refused, remote=[127.0.1.1]:1415$1")
+    add_way_out(error)
+    [note] = error.__notes__
+    assert "Set GLOO_SOCKET_IFNAME on every machine" in note
+    assert "lo (127.0.0.1)" in note
+    other = RuntimeError("The client socket has timed out after 60000ms while trying to connect to (host, 29500)")
+    add_way_out(other)
+    assert not hasattr(other, "__notes__")

@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from megastrategy import DistributedDataParallelConfig, MegatronDDPStrategy
 
-from ..fits import AwkwardModule, assert_same_tensors, loader, weights_of
-from ..rank_processes import Ranks
+from ..fits import AwkwardModule
 
 FIELDS = [field.name for field in dataclasses.fields(DistributedDataParallelConfig)]
 
@@ -119,7 +118,7 @@ class Module(AwkwardModule):
         super().__init__()
 
 
-def run_cli(*arguments: str, run: bool = False) -> LightningCLI:
+def run_cli(*arguments: str) -> LightningCLI:
     defaults = {
         "accelerator": "cpu",
         "devices": 2,
@@ -131,20 +130,13 @@ def run_cli(*arguments: str, run: bool = False) -> LightningCLI:
     }
     return LightningCLI(
         Module,
-        pl.LightningDataModule if not run else Data,
-        run=run,
+        pl.LightningDataModule,
+        run=False,
         args=list(arguments),
         trainer_defaults=defaults,
         save_config_callback=None,
         seed_everything_default=False,
     )
-
-
-class Data(pl.LightningDataModule):
-    """The data of the other tests."""
-
-    def train_dataloader(self) -> Any:
-        return loader()
 
 
 def strategy_of(*arguments: str) -> Any:
@@ -193,18 +185,3 @@ def test_torchs_16_bit_hook_becomes_an_option() -> None:
     hook = f"--trainer.strategy.ddp_comm_hook={hooks}.powerSGD_hook.powerSGD_hook"
     with pytest.raises(ValueError, match=r"ddp_comm_hook=.*grad_wire_dtype='bf16'"):
         run_cli(f"--trainer.strategy={CLASS}", hook)
-
-
-def fit_by_cli(*arguments: str) -> dict[str, Any]:
-    return weights_of(run_cli("fit", *arguments, run=True).model)
-
-
-def test_command_line_fits_as_ddp_does(ranks: Ranks) -> None:
-    """The subcommand and all: one line of a config differs."""
-    ddp = "lightning.pytorch.strategies.DDPStrategy"
-    theirs = ranks.run(fit_by_cli, f"--trainer.strategy={ddp}", "--trainer.strategy.find_unused_parameters=true")
-    ours = ranks.run(fit_by_cli, f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=100")
-    untrained = weights_of(Module())
-    for weights, expected in zip(ours, theirs, strict=True):
-        assert not (expected["out.weight"] == untrained["out.weight"]).all()
-        assert_same_tensors(weights, expected)

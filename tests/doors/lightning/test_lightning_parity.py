@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms import Join
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.errors import DirectUseError
 from tests.doors.features.manual import (
     Checkpointed,
     LocalOverBatches,
@@ -177,20 +176,6 @@ class StepsTheInnerOptimizer(Manual):
 def test_inner_optimizer_in_a_module_is_refused(ranks: Ranks) -> None:
     for outcome in ranks.outcomes(fit_of, "megatron_ddp", StepsTheInnerOptimizer, {}):
         assert_failed(outcome, "self.optimizers() in a LightningModule", kind="DirectUseError")
-
-
-def step_the_inner_optimizer() -> None:
-    fabric = make_fabric("megatron_ddp")
-    net = nn.Linear(3, 2)
-    inner = torch.optim.AdamW(net.parameters())
-    model, _ = fabric.setup(net, inner)
-    fabric.backward(model(torch.ones(1, 3)).sum())
-    with pytest.raises(DirectUseError, match=r"what fabric\.setup\(\) .*returned"):
-        inner.step()
-
-
-def test_inner_optimizer_in_a_loop_is_refused(ranks: Ranks) -> None:
-    ranks.run(step_the_inner_optimizer)
 
 
 def join_in_a_plain_loop() -> None:

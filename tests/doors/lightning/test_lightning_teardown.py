@@ -228,7 +228,6 @@ def one_process_with_fp32_main_params(
 @pytest.mark.parametrize(
     ("precision", "dtype", "accumulate", "sharded"),
     [
-        ("bf16-true", torch.bfloat16, 1, True),
         ("bf16-true", torch.bfloat16, 3, False),
         ("16-true", torch.float16, 3, True),
     ],
@@ -273,17 +272,3 @@ def check_plugin(kind: type[Precision]) -> None:
         assert during.pop() == (True, True, kind.__qualname__, kind.__module__)
         assert type(plugin) is kind
         assert vars(plugin) == vars(kind())
-
-
-def test_users_loss_scaler_is_lent_and_given_back(ranks: Ranks) -> None:
-    ranks.run(check_scaler)
-
-
-def check_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    trainer = make_trainer(make_strategy("megatron_ddp"), plugins=[plugin], max_epochs=1)
-    trainer.fit(AwkwardModule(), loader())
-    assert plugin.scaler is scaler
-    assert type(scaler) is torch.amp.GradScaler
-    assert scaler.get_scale() == 128.0, "seven steps of the fit count for the user's scaler"

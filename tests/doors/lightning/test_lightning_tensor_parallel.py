@@ -260,11 +260,6 @@ class MadeOnMeta(LitModel):
         self.state = self.trainer.strategy.optimizer_state(self.optimizers(use_pl_optimizer=False))
 
 
-class NotCut(LitModel):
-    def configure_model(self) -> None:
-        raise LookupError("no plan for this model")
-
-
 def one_step(max_steps: int = 1) -> pl.Trainer:
     return make_trainer(MegatronDDPStrategy(tensor_parallel_size=2), devices=4, max_steps=max_steps, max_epochs=-1)
 
@@ -288,19 +283,6 @@ def raised_in_step() -> str:
 def test_error_of_a_step_is_the_users(mesh: Ranks) -> None:
     """While its graph refers to the parameters, which torch would not move to the host then."""
     assert all(text.startswith("in the second step, with ") for text in mesh.run(raised_in_step))
-
-
-def raised_on_meta() -> str:
-    trainer = one_step()
-    with trainer.init_module(empty_init=True):
-        module = NotCut()
-    with pytest.raises(LookupError) as caught:
-        trainer.fit(module, loader(BATCH_SIZE))
-    return str(caught.value)
-
-
-def test_error_of_configure_model_on_meta_is_told(mesh: Ranks) -> None:
-    assert mesh.run(raised_on_meta) == ["no plan for this model"] * 4
 
 
 def fit_from_meta() -> dict[str, Any]:

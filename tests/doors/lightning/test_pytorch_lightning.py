@@ -34,7 +34,6 @@ class Run:
     epochs: int = 2
     resume: str | None = None
     save: str | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -103,7 +102,6 @@ def fit_one(run: Run) -> Result:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **run.options,
     )
     trainer.fit(module, loader(), loader(), ckpt_path=run.resume)
     if run.save is not None:
@@ -151,17 +149,3 @@ def test_checkpoint_resumes_in_the_other_package(
         assert before.losses + after.losses == whole.losses
         assert_same_tensors(after.weights, whole.weights)
         assert after.metrics == whole.metrics
-
-
-def test_main_params_pass_to_the_other_package(ranks: Ranks, tmp_path: Path) -> None:
-    """A run in bf16 that changes the package half-way is to the bit the run that does not."""
-    path = str(tmp_path / "epoch.ckpt")
-    options = {"precision": "bf16-true"}
-    whole = Run("pytorch_lightning", "megatron_ddp", options=options)
-    first = Run("pytorch_lightning", "megatron_ddp", epochs=1, save=path, options=options)
-    second = Run("lightning.pytorch", "megatron_ddp", resume=path, options=options)
-    for uninterrupted, _, after in ranks.run(fit_each, whole, first, second):
-        assert after.losses == uninterrupted.losses[7:]
-        assert_same_tensors(after.weights, uninterrupted.weights)
-        assert after.weights["inputs.weight"].dtype is torch.bfloat16
-    assert "megatron_ddp_main_params" in torch.load(path, weights_only=True)

@@ -168,25 +168,6 @@ def test_users_checkpoint_io_is_refused_by_name(ranks: Ranks, tmp_path: Path) ->
         )
 
 
-def resume_from(path: Path) -> str:
-    return message(CheckpointError, lambda: resume("megatron_ddp", str(path)))
-
-
-def test_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    ranks.run(save_after_a_fit, path)
-    part = path / "__1_0.distcp"
-    part.write_bytes(part.read_bytes()[:-100])
-    for text in ranks.run(resume_from, path):
-        assert text.startswith(f"{path} is not complete: __1_0.distcp is cut off")
-    part.unlink()
-    for text in ranks.run(resume_from, path):
-        assert text.startswith(f"{path} is not complete: __1_0.distcp is missing")
-    (tmp_path / "empty.ckpt").mkdir()
-    for text in ranks.run(resume_from, tmp_path / "empty.ckpt"):
-        assert text.startswith(f"{tmp_path}/empty.ckpt is no complete sharded checkpoint")
-
-
 # --- main params -----------------------------------------------------------------------------------------------------
 
 

@@ -64,13 +64,12 @@ def test_ctrl_c_ends_all_ranks_and_saves(request: pytest.FixtureRequest, tmp_pat
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_interrupt_of_one_rank_ends_all_and_saves(ranks: Ranks, tmp_path: Path, rank: int) -> None:
+def test_interrupt_of_one_rank_ends_all_and_saves(ranks: Ranks, tmp_path: Path) -> None:
     """``kill -INT`` of one process: the others, which wait for it in a collective, come and save with it."""
-    outcomes = ranks.outcomes(fit_with, Signals(signal.SIGINT, rank), tmp_path / "run")
-    assert outcomes[rank].kind == "SystemExit"
-    assert outcomes[1 - rank].kind == "CollectiveError"
-    assert f"was given up: rank {rank}: KeyboardInterrupt" in outcomes[1 - rank].message
+    waiting, interrupted = ranks.outcomes(fit_with, Signals(signal.SIGINT, 1), tmp_path / "run")
+    assert interrupted.kind == "SystemExit"
+    assert waiting.kind == "CollectiveError"
+    assert "was given up: rank 1: KeyboardInterrupt" in waiting.message
     [path] = (tmp_path / "run").glob("*.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
@@ -138,8 +137,6 @@ class Slow(pl.LightningModule):
         stage: one of ``STAGES``; none of them: no signal.
         rank: the rank that gets the signal, if it exists.
         directory: where every rank that gets it writes down when.
-        fast: a rank that needs no time for a batch of evaluation; it is done long before the others.
-        at_the_end: what ranks do together when a validation ends.
     """
 
     def __init__(
@@ -148,13 +145,10 @@ class Slow(pl.LightningModule):
         rank: int | None,
         directory: Path,
         number: int = signal.SIGTERM,
-        fast: int | None = None,
-        at_the_end: str = "log",
     ) -> None:
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
         self.stage, self.rank, self.directory, self.number = stage, rank, directory, number
-        self.fast, self.at_the_end = fast, at_the_end
         self.num_evaluated = 0
         self.saved_at: list[tuple[int, int]] = []
 
@@ -165,7 +159,7 @@ class Slow(pl.LightningModule):
             os.kill(os.getpid(), self.number)
 
     def _evaluate(self, stage: str, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.fast != self.global_rank and self.stage == stage and self.trainer.current_epoch == 0:
+        if self.stage == stage and self.trainer.current_epoch == 0:
             time.sleep(BATCH_S)
         self._send(stage, batch_idx)
         self.num_evaluated = batch_idx + 1
@@ -182,13 +176,7 @@ class Slow(pl.LightningModule):
             stage = "validate"
         else:
             stage = "sanity" if self.trainer.sanity_checking else "validation"
-        loss = self._evaluate(stage, batch, batch_idx)
-        if self.at_the_end == "log":
-            self.log("loss", loss, sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        if self.at_the_end == "all_reduce":  # as torchmetrics does it, past the strategy
-            torch.distributed.all_reduce(torch.zeros(1))
+        self.log("loss", self._evaluate(stage, batch, batch_idx), sync_dist=True)
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("loss", self._evaluate("test", batch, batch_idx), sync_dist=True)
@@ -208,17 +196,16 @@ def data(num_batches: int = NUM_BATCHES) -> DataLoader[Any]:
     return DataLoader(TensorDataset(samples), batch_size=2)
 
 
-def run(stage: str, rank: int | None, directory: Path, devices: int = 2, **options: Any) -> str:
+def run(stage: str, rank: int | None, directory: Path, devices: int = 2) -> str:
     """Fits with the signal, and lets what it raises out."""
-    model = Slow(stage, rank, directory, **options)
-    saves = model.at_the_end != "all_reduce"  # it would wait for the others for long
+    model = Slow(stage, rank, directory)
     trainer = make_trainer(
         make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE),
         devices=devices,
         max_epochs=2,
         num_sanity_val_steps=-1 if stage == "sanity" else 0,
-        enable_checkpointing=saves,
-        callbacks=[ModelCheckpoint(dirpath=directory / "saved", save_on_exception=True, save_top_k=0)] if saves else [],
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=directory / "saved", save_on_exception=True, save_top_k=0)],
     )
     validation = data() if stage in ("validation", "sanity") else data(2)
     if stage in ("training", "validation", "sanity"):
@@ -276,12 +263,12 @@ def slurm_job(folder: Path, num_tasks: int) -> dict[str, str]:
 
 
 def fit_in_a_job(
-    directory: Path, job: dict[str, str], stage: str, rank: int | None = None, fast: int | None = None
+    directory: Path, job: dict[str, str], stage: str, rank: int | None = None
 ) -> tuple[list[tuple[int, int]], int]:
     """The position of the save (steps, batches of the validation), and the steps at the end."""
     local_rank = os.environ["LOCAL_RANK"]
     with mock.patch.dict(os.environ, {**job, "SLURM_PROCID": local_rank, "SLURM_LOCALID": local_rank}):
-        model = Slow(stage, rank, directory, signal.SIGUSR1, fast)
+        model = Slow(stage, rank, directory, signal.SIGUSR1)
         trainer = make_trainer(
             make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE),
             plugins=[SLURMEnvironment()],
@@ -292,19 +279,15 @@ def fit_in_a_job(
     return model.saved_at, trainer.global_step
 
 
-@pytest.mark.parametrize(("rank", "fast"), [(None, None), pytest.param(1, 0, marks=pytest.mark.nightly)])
-def test_job_resumes_from_a_validation(ranks: Ranks, tmp_path: Path, rank: int | None, fast: int | None) -> None:
-    """A rank that waits at its end cannot come; all save then before the next batch of training."""
+def test_job_resumes_from_a_validation(ranks: Ranks, tmp_path: Path) -> None:
     job = slurm_job(tmp_path, num_tasks=2)
     evaluated = []
-    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "validation", rank, fast):
+    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "validation"):
         [(step, num_evaluated)] = saved_at
         assert (step, steps) == (5, 10)
         evaluated.append(num_evaluated)
-    if fast is not None:
-        assert set(evaluated) == {NUM_EVALUATED}
-    else:  # nothing keeps ranks together here: one may be batches behind the one that got the signal first
-        assert SENT_IN < max(evaluated) < NUM_EVALUATED
+    # nothing keeps ranks together here: one may be batches behind the one that got the signal first
+    assert SENT_IN < max(evaluated) < NUM_EVALUATED
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
     checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 5
@@ -350,12 +333,9 @@ def test_sigterm_ends_one_rank_soon_in_each_stage(tmp_path: Path) -> None:
     assert max(float(line[2]) for line in lines) < LIMIT_S
 
 
-@pytest.mark.parametrize(
-    ("stage", "step"), [("training", SENT_IN + 1), pytest.param("validation", 10, marks=pytest.mark.nightly)]
-)
-def test_job_of_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path, stage: str, step: int) -> None:
-    job = slurm_job(tmp_path, num_tasks=1)
-    [(saved_at, steps)] = one_rank.run(fit_in_a_job, tmp_path, job, stage)
+def test_job_of_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path) -> None:
+    job, step = slurm_job(tmp_path, num_tasks=1), SENT_IN + 1
+    [(saved_at, steps)] = one_rank.run(fit_in_a_job, tmp_path, job, "training")
     assert ([saved_step for saved_step, _ in saved_at], steps) == ([step], 20)
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -164,14 +163,6 @@ def test_batch_samplers(drop_last: bool) -> None:
     assert places == [2, 4, 6] + [7] * (not drop_last)
 
 
-def test_samples_without_batches() -> None:
-    [sampler] = samplers(3, 1)
-    data = DataLoader(sampler.dataset, batch_size=None, sampler=sampler)
-    assert [(index, sampler.consumed) for index in sampler.batches(data)] == list(
-        zip(permutation(3, 0), (1, 2, 3), strict=True)
-    )
-
-
 def test_strategy_divides_unless_the_user_did() -> None:
     sampler = ResumableSampler(Numbers(8))
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
@@ -180,13 +171,6 @@ def test_strategy_divides_unless_the_user_did() -> None:
     [first, _] = samplers(8, 2)
     first.divide(4, 3)
     assert (first.num_replicas, first.rank) == (2, 0)
-
-
-def test_copies() -> None:
-    [sampler] = samplers(8, 1)
-    sampler.load_state_dict(at(sampler, 1, 4))
-    for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
-        assert list(other) == list(sampler)
 
 
 class Endless(IterableDataset[int]):

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.ragged_tokens import TokenModel, assert_close, batch, count, token_model, train_on_all
+from tests.support.ragged_tokens import assert_close, batch, count, token_model, train_on_all
 
 from ..accelerate_loops import Worlds, make_accelerator, weights_of
 from ..fabric_loops import make_fabric
 from ..fits import make_strategy, make_trainer
 from ..matrix import MODES
 from ..rank_processes import Ranks
-from ..transformers_fits import accelerators_of
 
 STEPS, ACCUMULATE = 4, 3
 
@@ -101,7 +98,6 @@ def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **optio
 @pytest.mark.parametrize(
     ("mode", "accumulate", "by_hand", "clip_norm"),
     [
-        ("reduce-scatter", 1, False, None),
         ("reduce-scatter", ACCUMULATE, False, 0.05),
         ("all-reduce", ACCUMULATE, False, None),
         ("reduce-scatter", ACCUMULATE, True, None),
@@ -176,22 +172,10 @@ def test_fabric_counts_for_the_models_of_the_loss(ranks: Ranks) -> None:
 # --- Accelerate ------------------------------------------------------------------------------------------------------
 
 
-class CheckpointedModel(TokenModel):
-    """A re-entrant checkpoint, whose backward is one inside of another."""
-
-    def logits(self, ids: Tensor, rank: int) -> Tensor:
-        hidden = torch.utils.checkpoint.checkpoint(self.twice, self.embedding(ids), use_reentrant=True)
-        hidden = torch.tanh(self.twice(torch.tanh(hidden)))
-        if rank == 0:
-            hidden = hidden + self.rank_zero(hidden)
-        return self.head(hidden).flatten(0, 1)
-
-
-def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool = False) -> dict[str, Tensor]:
+def accelerate_loop(mode: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
     accelerator = make_accelerator("megatron_ddp", mode, gradient_accumulation_steps=accumulate)
     rank = accelerator.process_index
-    module = CheckpointedModel() if checkpointed else token_model()
-    module.load_state_dict(token_model().state_dict())
+    module = token_model()
     model, optimizer = accelerator.prepare(module, adamw(module))
     for step in range(STEPS):
         for number in range(accumulate):
@@ -217,72 +201,10 @@ def test_accelerate(worlds: Worlds, mode: str, accumulate: int) -> None:
         assert_close(weights, weights_of_one_process(2, accumulate, clip_norm=0.05), 1e-6)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
+def test_accelerate_in_one_process(worlds: Worlds) -> None:
     """Models are not wrapped, and microbatches are ragged all the same."""
-    [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
+    [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1)
     assert_close(weights, weights_of_one_process(1, ACCUMULATE, clip_norm=0.05), 1e-6)
 
 
 # --- Transformers ----------------------------------------------------------------------------------------------------
-
-
-class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sentences of a fixed length with ragged labels: four steps of six microbatches in one process."""
-
-    def __len__(self) -> int:
-        return 2 * 6 * STEPS
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids, labels = batch(0, index, 0)
-        return {"input_ids": ids.flatten(), "labels": labels.flatten()}
-
-
-class Logits(nn.Module):
-    """Leaves the loss to ``compute_loss_func``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = token_model()
-
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.model.logits(input_ids, 0)}
-
-
-def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    return F.cross_entropy(outputs["logits"], labels.flatten(), reduction="sum") / num_items_in_batch
-
-
-def train_with_transformers(mode: dict[str, Any], folder: Path, microbatches: int) -> dict[str, Tensor]:
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    with accelerators_of("megatron_ddp", mode):
-        module = Logits()
-        arguments = TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=microbatches,
-            average_tokens_across_devices=True,
-            num_train_epochs=1,
-            learning_rate=0.1,
-            max_grad_norm=0.0,
-            optim="sgd",
-            save_strategy="no",
-            remove_unused_columns=False,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to=[],
-        )
-        trainer = Trainer(module, arguments, train_dataset=Samples(), compute_loss_func=loss_of)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        assert trainer.state.global_step == STEPS
-        return weights_of(module)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_transformers_averages_by_tokens_itself(worlds: Worlds, mode: str, tmp_path: Path) -> None:
-    """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: it does not call us."""
-    [alone] = worlds.run(train_with_transformers, {}, tmp_path, 6, size=1)
-    for weights in worlds.run(train_with_transformers, MODES[mode], tmp_path, 3):
-        assert_close(weights, alone, 1e-6)

@@ -92,11 +92,6 @@ IMPORTS = {
         assert not [name for name in sys.modules if name.startswith(("lightning", "pytorch_lightning", "torchmetrics"))]
         importlib.reload(megastrategy)
     """,
-    "after_lightning": """
-        import lightning.pytorch, pytorch_lightning
-        import megastrategy
-        importlib.reload(megastrategy)
-    """,
     "between_lightnings_packages": """
         import lightning.fabric
         import megastrategy
@@ -105,12 +100,8 @@ IMPORTS = {
 }
 
 CHECK_NAMES = """
-import inspect
-
 for package, door in megastrategy_autoload.DOORS.items():
     module = importlib.import_module(f"{package}.strategies")
-    assert "megastrategy" not in f"{type(module.__spec__.loader)} {type(module.__loader__)}"
-    assert "megatron" not in inspect.getsource(module)
     registry = getattr(module, "StrategyRegistry" if "pytorch" in package else "STRATEGY_REGISTRY")
     names = sorted(name for name in registry if name.startswith("megatron"))
     assert names == sorted(megastrategy_autoload.START_METHODS), names
@@ -120,9 +111,6 @@ for package, door in megastrategy_autoload.DOORS.items():
     made = user(strategy="megatron_ddp", accelerator="cpu", devices=2).strategy
     assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
     assert made.config.use_distributed_optimizer
-    made = user(strategy="megatron_ddp_all_reduce", accelerator="cpu", devices=2).strategy
-    assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
-    assert not made.config.use_distributed_optimizer
 assert megastrategy.MegatronDDPStrategy.__module__ == "megastrategy.lightning"
 assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder).__module__]) == 1
 """
@@ -179,9 +167,6 @@ def test_error_without_lightning_says_what_to_install(tmp_path: Path) -> None:
         assert "pytorch_lightning" not in sys.modules
     """
     run_python("-c", textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
-
-
-# --- one package's instance in another -------------------------------------------------------------------------------
 
 
 # --- versions --------------------------------------------------------------------------------------------------------

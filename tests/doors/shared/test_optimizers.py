@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,57 +114,6 @@ def test_training_on_one_rank_runs_no_collective(one_rank: Ranks, job: Any, mode
 # --- its step --------------------------------------------------------------------------------------------------------
 
 
-class Scaling(torch.optim.SGD):
-    """Takes an argument that torch's does not."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            result = None if closure is None else closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * scale, alpha=group["lr"])
-        return result
-
-
-class ByHand(BoringModel):
-    """As in Lightning's ``test_step_with_optimizer_closure_with_different_frequencies``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(0)
-        self.layer = nn.Linear(32, 2)
-
-    def configure_optimizers(self) -> Any:
-        return Scaling(self.parameters(), lr=0.1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-
-        def closure() -> None:
-            optimizer.zero_grad()
-            self.manual_backward(self(torch.ones(2, 32) + batch_idx + self.global_rank).square().mean())
-
-        optimizer.step(closure=closure, scale=[0.5, 0.0, 2.0][batch_idx % 3])
-
-
-def fit_by_hand(name: str, **options: Any) -> list[Tensor]:
-    model = ByHand()
-    make_trainer(make_strategy(name, **options), max_epochs=1, limit_train_batches=4, limit_val_batches=0).fit(model)
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def test_trainer_hands_arguments_of_step_on(ranks: Ranks) -> None:
-    expected, ours = (
-        ranks.run(fit_by_hand, "ddp"),
-        ranks.run(fit_by_hand, "megatron_ddp", use_distributed_optimizer=False),
-    )
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert all(map(torch.equal, mine, theirs))
-
-
 def freed(name: str, plugin: dict[str, Any]) -> list[Any]:
     """Trains twice with one optimizer, and goes on by hand."""
     net = net_of()
@@ -218,16 +166,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert [names[id(p)] for p in decayed["params"]] == sorted(matrices, key=list(names.values()).index)
     rest = ["norm.weight", "norm.bias", "conv.bias", "scale", "guide.bias", "mixed.bias", "head.bias"]
     assert [names[id(p)] for p in others["params"]] == sorted(rest, key=list(names.values()).index)
-
-
-def test_what_is_unfrozen_later_is_trained() -> None:
-    module = Model()
-    optimizer = torch.optim.SGD(no_decay_groups(module, 0.0), lr=1.0)
-    before = module.guide.weight.detach().clone()
-    module.guide.requires_grad_(True)
-    module.guide(torch.ones(4)).sum().backward()
-    optimizer.step()
-    assert torch.equal(module.guide.weight, before - 1)
 
 
 @pytest.mark.parametrize(("module", "decay"), [(nn.Embedding(3, 2), [0.3]), (nn.LayerNorm(3), [0.0])])

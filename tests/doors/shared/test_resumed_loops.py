@@ -225,14 +225,6 @@ def test_accelerate_goes_on(worlds: Worlds, tmp_path: Path, cut: int, options: d
     assert_same(first, second, whole)
 
 
-def test_accelerate_goes_on_with_other_numbers(worlds: Worlds, tmp_path: Path) -> None:
-    folder = str(tmp_path / "state")
-    parts = []
-    for number, (size, cut) in enumerate([(2, 2), (1, 4), (3, 3), (4, None)]):
-        parts.append(worlds.run(with_accelerate, SIZE, folder, size=size, cut=cut, resume=number > 0))
-    assert by_epoch(parts) == {0: ONCE, 1: ONCE + first_of(1, 1)}
-
-
 # --- SaveOnStop: a fit that ends before its time ---------------------------------------------------------------------
 
 
@@ -301,19 +293,17 @@ def assert_goes_on(first: list[Stopped], second: list[Stopped], whole: list[Stop
         assert not ended.saved, "it ran to its end"
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "should_stop": {"batch": 8},
-    "max_steps": {"max_steps": 8},
-    "SIGTERM": {"batch": 8},
-}
-ENDED_BY = {"SIGTERM": "SIGTERMException"}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_stopped_fit_goes_on_as_if_not_stopped(ranks: Ranks, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "ended_by"),
+    [({"max_steps": 8}, None), ({"way": "SIGTERM", "batch": 8}, "SIGTERMException")],
+    ids=["max_steps", "SIGTERM"],
+)
+def test_stopped_fit_goes_on_as_if_not_stopped(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any], ended_by: str | None
+) -> None:
     whole = ranks.run(fit_until, STOPPED_SIZE, str(tmp_path / "whole"))
-    first = ranks.run(fit_until, STOPPED_SIZE, str(tmp_path), way=way, **WAYS[way])
-    assert [part.ended_by for part in first] == [ENDED_BY.get(way)] * 2
+    first = ranks.run(fit_until, STOPPED_SIZE, str(tmp_path), **options)
+    assert [part.ended_by for part in first] == [ended_by] * 2
     second = ranks.run(fit_until, STOPPED_SIZE, str(tmp_path), resume=True)
     assert not (tmp_path / "whole").exists(), "a fit that runs to its end saves nothing"
     assert_goes_on(first, second, whole)
