@@ -79,33 +79,37 @@ def draw(path: Path) -> None:
 
     ink = "#7d8590"
     rcParams.update({"svg.hashsalt": "memory", "svg.fonttype": "none"})
-    figure = Figure(figsize=(5, 5.6), layout="constrained")
+    figure = Figure(figsize=(4.4, 5.6), layout="constrained")
     figure.patch.set_alpha(0)
-    figure.suptitle("What a rank keeps falls with the number of ranks", color=ink, fontsize=10)
-    for axes, title, methods in zip(figure.subplots(2, 1), ("fp32", "bf16 weights"), (FP32, BF16), strict=True):
+    figure.suptitle("What a rank keeps falls with the number of ranks", color=ink, fontsize=11)
+    for axes, title, methods in zip(figure.subplots(2, 1), ("fp32 weights", "bf16 weights"), (FP32, BF16), strict=True):
         axes.patch.set_alpha(0)
         _bars(axes, title, methods, ink)
+    bars = axes.get_legend_handles_labels()
+    figure.legend(*bars, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=ink)
     figure.savefig(path, metadata={"Date": None})
 
 
 def _bars(axes, title: str, methods: Sequence[Method], ink: str) -> None:  # type: ignore[no-untyped-def]
     for place, ranks in enumerate(RANKS):
-        bars = axes.barh(
+        axes.barh(
             [row + 0.27 * (place - 1) for row in range(len(methods))],
             [method.bytes_on(ranks) for method in methods],
             height=0.25,
             color=("#93c5fd", "#3b82f6", "#1d4ed8")[place],
             label=f"{ranks} ranks",
         )
-        axes.bar_label(bars, [f"{method.bytes_on(ranks):.4g}" for method in methods], padding=2, fontsize=6, color=ink)
-    axes.set_yticks(range(len(methods)), [method.label for method in methods], fontsize=8)
+    for row, method in enumerate(methods):
+        figures = " · ".join(f"{method.bytes_on(ranks):.3g}" for ranks in RANKS)
+        axes.text(method.bytes_on(2) + 0.3, row, figures, fontsize=9, color=ink, va="center")
+    axes.set_yticks(range(len(methods)), [method.label for method in methods], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 18)
-    axes.set_xlabel(f"{title}: bytes per parameter for weights, gradients and Adam", fontsize=8, color=ink)
-    axes.tick_params(colors=ink, labelsize=8)
+    axes.set_xlim(0, 22)
+    axes.set_xticks(range(0, 17, 4))
+    axes.set_xlabel(f"bytes per parameter: {title}, gradients, Adam", fontsize=9, color=ink)
+    axes.tick_params(colors=ink, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(ink)
-    axes.legend(frameon=False, fontsize=8, labelcolor=ink, loc="lower right")
 
 
 def main() -> None:

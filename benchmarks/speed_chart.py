@@ -29,9 +29,9 @@ def draw(path: Path) -> None:
     """Bars with quartiles, readable on light and dark pages."""
     names, medians, lows, highs = zip(*rows(PAGE.read_text(encoding="utf-8")), strict=True)
     rcParams.update({"svg.hashsalt": "speed", "svg.fonttype": "none"})
-    figure = Figure(figsize=(5, 2.6), layout="constrained")
+    figure = Figure(figsize=(4.4, 2.8), layout="constrained")
     figure.patch.set_alpha(0)
-    figure.suptitle("A step on two ranks at 1 Gbit/s is shorter", color=INK, fontsize=10)
+    figure.suptitle("A step on two ranks at 1 Gbit/s is shorter", color=INK, fontsize=11)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
     ours = [name.startswith(("megatron_ddp", "overlap")) for name in names]
@@ -41,13 +41,13 @@ def draw(path: Path) -> None:
     ]
     colors = ["#1d4ed8" if own else "#93c5fd" for own in ours]
     bars = axes.barh(range(len(names)), medians, xerr=spread, height=0.6, color=colors, ecolor=INK)
-    axes.bar_label(bars, [f"{median:g}" for median in medians], padding=4, fontsize=8, color=INK)
-    labels = [name.replace(", which rounds gradients", "\n(rounds gradients)") for name in names]
-    axes.set_yticks(range(len(names)), labels, fontsize=8)
+    axes.bar_label(bars, [f"{median:g}" for median in medians], padding=4, fontsize=9, color=INK)
+    labels = [name.partition(",")[0].replace(" with", "\nwith").replace("=True", "") for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12)
-    axes.set_xlabel("step time, as a part of torch DDP's", fontsize=8, color=INK)
-    axes.tick_params(colors=INK, labelsize=8)
+    axes.set_xlabel("step time, as a part of torch DDP's", fontsize=9, color=INK)
+    axes.tick_params(colors=INK, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     figure.savefig(path, metadata={"Date": None})

@@ -39,7 +39,8 @@ html_theme = "furo"
 html_title = f"megastrategy {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["filter.js"]
+html_js_files = ["names_and_tables.js"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_baseurl = f"{URLS['Documentation']}/"
 # What is typed, not what it prints.
 copybutton_selector = "div:not(.highlight-text, .highlight-diff) > div.highlight > pre"

@@ -252,13 +252,13 @@ def draw_difference(axes: Axes, first: dict[int, float], second: dict[int, float
 def draw_memory(axes: Axes, table: list[str]) -> None:
     """``table``: a line of headings, one of megatron_ddp and one of ddp, as the strategy prints them."""
     names = [line.split()[0] for line in table[1:]]
-    rows = [[float(number.replace(",", "")) for number in re.findall(r"([\d.,]+) MiB", line)] for line in table[1:]]
+    rows = [[float(number.replace(",", "")) for number in re.findall(r"([\d.,]+) [KM]iB", line)] for line in table[1:]]
     bottom = [0.0] * len(rows)
     for number, kind in enumerate(("parameters", "gradients", "optimizer")):
         heights = [row[number] for row in rows]
         axes.bar(names, heights, bottom=bottom, label=kind, color=f"C{number + 2}", width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set(ylabel="MiB of a rank", ylim=(0, 1.25 * max(bottom)))
+    axes.set(ylabel=f"{table[1].split()[-1]} of a rank", ylim=(0, 1.25 * max(bottom)))
     axes.set_title("The optimizer is sharded", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
 
@@ -303,6 +303,9 @@ def report(memory: dict[str, list[str]], args: argparse.Namespace) -> None:
         for num_steps in sorted({min(50, args.steps), args.steps}):
             difference = max(abs(losses[0][step] - losses[1][step]) for step in range(num_steps))
             print(f"  {difference:.1e} in the first {num_steps} steps")
+        if difference:
+            print("It comes from clipping: the norm is summed by shards under one, by parameters under the other, and")
+            print("jumps of the loss enlarge it. With gradient_clip_val=None two ranks have equal losses, to the bit.")
 
     model = GPT.load_from_checkpoint(args.out / args.strategy / "best.ckpt", map_location="cpu").eval()
     print("\nsample:" + model.generate(b"\n\nThe ", 300).decode(errors="replace"))

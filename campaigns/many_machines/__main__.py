@@ -1,6 +1,6 @@
 """python -m campaigns.many_machines: how long two nodes of torchrun take to end when one fails.
 
-With "ddp" and with ours; prints docs/many_machines.md's table.
+With "ddp" and with ours; prints the table of docs/project/launchers.md.
 
 A worker ends for good when its process has; an agent may wait for others.
 """

@@ -29,7 +29,7 @@ from .torch_ddp_surface import config_with, refuse_comm_hook
 class DistributedDataParallel(TorchDDPByName):
     """Data parallelism after Megatron-LM around any module.
 
-    An instance of torch's class of this name, see torch_ddp_by_name's [Note: an instance of torch's DDP].
+    ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` is true.
 
     Args:
         module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast. Parameters
@@ -50,7 +50,7 @@ class DistributedDataParallel(TorchDDPByName):
     the gradient is sent.
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns, at the
-    end of the first synchronised backward (see plan's [Note: why the plan is made late]): views of the memory from
+    end of the first synchronised backward, when their order is known: views of the memory from
     before (``p.data``, ``p.detach()``, an address) are then not the parameter's any more. :meth:`close` moves it back.
 
     A copy (``deepcopy``, pickle) is closed from the start: it has a copy of the module in memory of its own, and no

@@ -48,9 +48,9 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
         raise ValueError("no whole step was recorded")
     shown = _last_in_a_row(steps, models[0], num_steps)
     start_ns, end_ns = (ns + drawn[0].clock_offset_ns for ns in (shown[0].start_ns, shown[-1].end_ns))
-    figure = Figure(figsize=(7, 2.0 + 1.2 * len(drawn)), layout="constrained")
+    figure = Figure(figsize=(5, 2.0 + 1.2 * len(drawn)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle("A bucket on the wire is hidden where the rank above is not red", fontsize=10)
+    figure.suptitle("A bucket on the wire is hidden\nwhere the rank above is not red", fontsize=10)
     axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     for rank, model, axis in zip(drawn, models, axes, strict=True):
         offset_ns = rank.clock_offset_ns - start_ns
@@ -63,7 +63,7 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
     patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
     patches.append(Patch(color=_LOADING, label="data loading"))
     patches.append(Patch(color=_EVALUATION, label="evaluation"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=160)
 
 
@@ -92,7 +92,7 @@ def _title(rank: RankEvents, model: ModelEvents) -> str:
         return f"rank {rank.rank}"
     times = rank_times(rank, model)
     return (
-        f"rank {rank.rank}: of {times.period_ms:.1f} ms a step {times.exposed_ms:.1f} wait "
+        f"rank {rank.rank}: {times.exposed_ms:.1f} of {times.period_ms:.1f} ms wait "
         f"({times.exposed_share:.1%}), mean of {len(model.steps)} steps"
     )
 

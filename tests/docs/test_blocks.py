@@ -46,7 +46,7 @@ LAUNCHERS = {
     "pipelines.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 PRINTED = {
-    "../README.md": ("megatron_ddp on 2 rank(s)", 1),
+    "../README.md": (re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0], 1),
     "lightning.md": ("megatron_ddp on 2 rank(s)", 2),  # two fits, printed by rank 0 alone
     "plain_loop.md": ("state of 4 parameters", 1),
     "experts.md": ("2 of 4 experts on this rank, state of 7 parameters", 1),

@@ -154,3 +154,16 @@ def test_three_runs_are_one_run(tmp_path: Path) -> None:
     assert chain[4 * STEPS][1] < 0.3 < 2.2 < chain[0][1], "it learned: ln 10 is what guessing costs"
     for name, value in saved(tmp_path / "whole")["state_dict"].items():
         torch.testing.assert_close(saved(folder)["state_dict"][name], value, rtol=1e-3, atol=1e-4)
+
+
+# --- a model of torchvision's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_resnet_learns_on_two_ranks(tmp_path: Path) -> None:
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # its wheels do not import beside torch's CPU build
+        pytest.skip(f"torchvision does not import: {error}")
+    printed = run_script(EXAMPLES / "lightning_resnet.py", "--epochs", 2, cwd=tmp_path).printed
+    assert float(re.findall(r"^megatron_ddp: ([\d.]+)% of 360 images", printed, re.M)[0]) > 90, "guessing gives 10"

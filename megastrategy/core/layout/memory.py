@@ -183,27 +183,29 @@ def describe_setup(
         f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, {sending}",
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
-    for name, row in (("megatron_ddp", use), ("ddp", memory_use_of_ddp(layout, state_tensors or 0))):
+    ddp = memory_use_of_ddp(layout, state_tensors or 0)
+    text = _text_in_mib if ddp.total_bytes >= 2**20 else _text_in_kib
+    for name, row in (("megatron_ddp", use), ("ddp", ddp)):
         # A whole optimizer's state is unknown before its first step, and a guess would be read as a promise.
         known = state_tensors is not None
-        state, total = (_mib(row.state_bytes), _mib(row.total_bytes)) if known else ("unknown", "unknown")
-        lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
+        state, total = (text(row.state_bytes), text(row.total_bytes)) if known else ("unknown", "unknown")
+        lines.append(f"  {name:<16}{text(row.param_bytes):>14}{text(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
     if use.host_bytes:
         lines.append(
-            f"  the optimizer steps on the host, with {_mib(use.host_bytes)} of main params, gradients and state "
+            f"  the optimizer steps on the host, with {text(use.host_bytes)} of main params, gradients and state "
             "there, not counted above"
         )
     if layout.dp_size > 1:
         lines.append(
-            f"  the end of the first backward needs {_mib(use.first_backward_bytes)} for parameters and gradients, "
+            f"  the end of the first backward needs {text(use.first_backward_bytes)} for parameters and gradients, "
             "which move into buffers then"
         )
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
-            f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
+            f"runs {text(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
         )
     return "\n".join(lines)
 
@@ -231,5 +233,9 @@ def _describe_owners(owners: Owners) -> list[str]:
     return lines
 
 
-def _mib(num_bytes: int) -> str:
+def _text_in_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+def _text_in_kib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**10:,.2f} KiB"

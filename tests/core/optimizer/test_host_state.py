@@ -194,7 +194,7 @@ def test_table_has_host_memory_apart(dtype: torch.dtype) -> None:
         assert use.host_bytes == total - mains + 2 * devices.pinned_bytes(mains, device)
         assert use.grad_bytes == sum(tensor.nbytes for tensor in grads_of(ours.model)), "copies are on the host"
         text = describe_setup(ours.model.layout, rank, True, num_kept, device=device)
-        assert f"with {use.host_bytes / 2**20:,.2f} MiB of main params, gradients and state there" in text
+        assert f"with {use.host_bytes / 2**10:,.2f} KiB of main params, gradients and state there" in text
         ours.model.close()
 
     with accelerator():

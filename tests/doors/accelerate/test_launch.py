@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from megastrategy.accelerate import Accelerator, MegatronDDPPlugin, replace_acce
 from megastrategy.accelerate.launch_config import LaunchConfigError, plugin_from_launch
 from megastrategy.core import field_names
 from megastrategy.core.torch_ddp_surface import _REFUSED_DDP_ARGUMENTS
+from megastrategy.tools import launching
 from tests.support.comparison import assert_equal
 from tests.support.scripts import run_script
 
@@ -192,6 +194,26 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert_same_training(saw, stock)
     found = [(rank["made"], rank["bucket_size"], rank["overlap"], rank["cpu"]) for rank in saw]
     assert found == [(OURS, 100, True, "true")] * 2
+
+
+def test_launch_on_cpus_starts_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate starts one for ``--cpu --num_processes 2``."""
+    started = []
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", started.append)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    launching.launch(["--cpu", "--num_processes", "2", str(write_script(tmp_path))])
+    [arguments] = started
+    assert arguments.num_processes == 2
+    assert os.environ.pop("ACCELERATE_USE_CPU") == "true"
+
+
+@pytest.mark.nightly
+def test_script_on_cpus_equals_ddp(stock: list[dict[str, Any]], tmp_path: Path) -> None:
+    write_script(tmp_path)
+    options = ("--cpu", "--num_processes", "2", "--main_process_port", "0")
+    command = ("-c", MEGASTRATEGY, "launch", *options, "scripts/train.py")
+    saw, _ = launched(tmp_path, *command, ACCELERATE_USE_CPU="false")
+    assert_same_training(saw, stock)
 
 
 OUR_SCRIPT = """
