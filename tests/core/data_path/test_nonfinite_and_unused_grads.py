@@ -229,9 +229,6 @@ def test_grad_written_after_reduction_is_stepped() -> None:
     run_ranks(2, run)
 
 
-# The norm of many gradients: what it costs, what is rounded, and devices without fp64.
-
-
 CPU = torch.device("cpu")
 NORM_TYPES = [1.0, 2.0, math.inf]
 

@@ -1,5 +1,5 @@
 """A model that registers its layers in another order than it runs them: after the first synchronised backward its
-buckets are filled in the order in which gradients arrive, where that makes a difference.
+buckets are filled in the order in which gradients arrive, where that makes a difference, and are launched in order.
 """
 
 from __future__ import annotations
@@ -56,21 +56,14 @@ def test_buckets_launch_early_from_second_step(reverse: bool, size: int, sharded
     run_ranks(size, run)
 
 
-class OtherOrders(Layers):
-    """Runs its layers in an order of its own on each rank."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__(reverse=False)
-        self.order = order
-
-
 @pytest.mark.parametrize("find_unused_parameters", [True, False])
 def test_other_orders_become_that_of_rank_0(find_unused_parameters: bool) -> None:
     """Also if it is rank 0 that is content: then everything stays, on all ranks."""
     upwards, downwards = [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]
 
     def run(rank: int, group: ProcessGroup, orders: list[list[int]]) -> tuple[int, list[str], BufferLayout]:
-        module = OtherOrders(orders[rank])
+        module = Layers(reverse=False)
+        module.order = orders[rank]
         module.never.requires_grad_(False)
         model, events, _ = wrap(group, module, find_unused_parameters=find_unused_parameters)
         optimizer = DistributedOptimizer(adamw(model), model)
@@ -87,10 +80,6 @@ def test_other_orders_become_that_of_rank_0(find_unused_parameters: bool) -> Non
             assert num_moves == (orders[0] == downwards)
             assert weights == [f"layers.{number}.weight" for number in orders[0][::-1]], "the last to run comes first"
             assert layout == outcomes[0][2]
-
-
-# Buckets that are filled in the order seen change nothing but that order.  The same training with
-# ``overlap_grad_reduce=False`` keeps the order of registration.
 
 
 class InAnyOrder(nn.Module):
@@ -120,7 +109,7 @@ def test_complete_bucket_waits_for_its_turn() -> None:
         assert events == [(ready, 1), (ready, 2), (start, 0), (start, 1), (ready, 0), (start, 2)]
 
 
-# The ranges of a step in torch.profiler.
+# --- the ranges of a step in torch.profiler ---------------------------------------------------------------------------
 
 
 def names_of_a_step(rank: int, group: ProcessGroup) -> list[str]:

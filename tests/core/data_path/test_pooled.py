@@ -1,4 +1,4 @@
-"""grad_buffer="pooled": its memory, its collectives, and their order."""
+"""grad_buffer="pooled": its memory, the order of its collectives, and the bits of persistent buffers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_pooled_grads_arrive_in_other_orders(delay_s: float) -> None:
     assert_equal(run_ranks(2, run), run_ranks(2, reference))
 
 
-# grad_buffer="pooled" trains as persistent buffers do, whatever is done to gradients between backwards.
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def test_pooled_has_bits_of_persistent_buffers() -> None:

@@ -1,4 +1,4 @@
-"""torch.compile of a wrapped model compiles the model, and nothing of the engine around it."""
+"""torch.compile of a wrapped model compiles the model and nothing of the engine; its graphs are split at buckets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One parameter has one engine: torch DDP inside or around, and parameters that are divided over the ranks, are
-refused by name."""
+refused by name. A module that is wrapped again is the new wrapper's."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_dtensors_over_data_parallel_ranks_are_refused() -> None:
             assert text in found[done]
 
 
-# A module that is wrapped again is the new wrapper's, as under torch DDP, and so is a layer that two models share.
+# --- wrapped again, or with a layer that two models share -------------------------------------------------------------
 
 
 class Shared(nn.Module):

@@ -1,7 +1,5 @@
-"""Every attribute of ``torch.optim.Optimizer``, at the class and at an object of it, acts on the user's optimizer.
-
-A new one of a later torch makes the first test red: decide what it does, and write it into the table.
-"""
+"""The attributes of ``torch.optim.Optimizer`` act on the user's optimizer, and state of shards is not looked up by
+parameter."""
 
 from __future__ import annotations
 
@@ -161,7 +159,7 @@ def test_state_of_a_sharded_parameter_is_not_set() -> None:
     run_ranks(2, run)
 
 
-# ``optimizer.state`` of a sharded optimizer: looking up a Parameter raises, iterating over all of it does not.
+# --- state: looking up a Parameter raises, iterating over all of it does not ------------------------------------------
 
 
 class Shrinks(torch.optim.SGD):

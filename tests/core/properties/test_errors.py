@@ -246,7 +246,7 @@ def test_without_torch_distributed_the_way_out_is_said() -> None:
         DistributedDataParallel(two_layers())
 
 
-# Parameters in shared memory, which other processes may read, are refused where they would move into a buffer.
+# --- parameters in shared memory, which other processes may read ------------------------------------------------------
 
 
 def test_params_in_shared_memory_are_refused() -> None:
@@ -287,7 +287,7 @@ def test_all_reduce_leaves_parameters_shared() -> None:
     run_ranks(2, run)
 
 
-# A learning rate that differs between ranks is named on all ranks, at the first synchronised backward after a step.
+# --- options that differ between ranks: named in the first backward after a step --------------------------------------
 
 
 MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
