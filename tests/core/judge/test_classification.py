@@ -57,12 +57,6 @@ class Clips(Simple):
         param.sub_(grad, alpha=group["lr"])
 
 
-class ClipsLamb(Clips, optimizers.LambWithMoments):
-    """The same before steps of whole parameters, each by its own norm."""
-
-    update = optimizers.LambWithMoments.update
-
-
 class ByPlace(Simple):
     """Decays the rate by the place in the group, as where layers come in their order."""
 
@@ -70,17 +64,6 @@ class ByPlace(Simple):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for place, param in enumerate(stepped(self)):
             param.sub_(param.grad, alpha=0.1 * 0.9**place)  # type: ignore[arg-type]
-
-
-class CountsParameters(SignSGD):
-    """Divides the rate by how many parameters have a gradient."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        count = len(list(stepped(self)))
-        for group in self.param_groups:
-            group["lr"] = 0.1 / (1 + count)
-        super().step()
 
 
 class SkipsIfAnyIsNaN(SignSGD):
@@ -98,20 +81,6 @@ class ActsOnNegative(SignSGD):
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         is_rare = (grad > 0).float().mean() < 0.01
         param.sub_(grad.mean() if is_rare else grad, alpha=group["lr"])
-
-
-class InBatches(Simple):
-    """Takes those of one shape as a batch, and a mean over it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for param in stepped(self):
-            by_shape.setdefault(param.shape, []).append(param)
-        for alike in by_shape.values():
-            scale = torch.stack([param.grad.norm() for param in alike if param.grad is not None]).mean()
-            for param in alike:
-                param.sub_(param.grad / scale, alpha=0.1)
 
 
 class ListsParameters(optimizers.Lamb):
@@ -163,11 +132,8 @@ ANSWERS: list[tuple[Callable[..., torch.optim.Optimizer], str, str]] = [
     (optimizers.DecaysByMean, "refused", PARTS),
     (optimizers.KeepsLargest, "refused", "an option or attribute becomes another"),
     (Clips, "refused", OTHERS),
-    (ClipsLamb, "refused", OTHERS),
     (SkipsIfAnyIsNaN, "refused", OTHERS),
     (ByPlace, "refused", PARTS),
-    (CountsParameters, "refused", "an option or attribute becomes another"),
-    (InBatches, "refused", PARTS),
     (Noisy, "refused", "an element changes"),
     (optimizers.KeepsOwn, "refused", "it keeps state 'calls', which belongs to no parameter"),
     (optimizers.SecondDerivatives, "refused", "raised RuntimeError: element 0 of tensors does not require grad"),
