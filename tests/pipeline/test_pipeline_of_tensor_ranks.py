@@ -13,17 +13,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.errors import LayoutMismatchError, ReplicaMismatchError
+from megastrategy.errors import LayoutMismatchError, NonFiniteGradError, ReplicaMismatchError
 from megastrategy.pipeline import Pipeline
 from tests.support.pipelines import ROUNDING, Case, Trainee, answers, loss_of, make_layers, train_alone
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import adamw
 
-from .test_pipeline_rules import inf_in_one_stage, message, nan_in_one_stage
+from .test_pipeline_rules import forward, inf_in_one_stage, message, unchanged, weights
 
 CASE = Case((2, 4), tied=True, steps=3, sequence_parallel=True)
 LAST_OF_FIRST_STAGE, LAST = 1, 3
 """Ranks of the mesh of 2 stages x 1 x 2 tensor ranks: each is its stage's second tensor rank."""
+
+
+def nan_in_one_stage(mesh: DeviceMesh) -> tuple[str, bool, bool]:
+    """The error, whether weights are what they were, and whether training goes on afterwards."""
+    trainee = Trainee.make(mesh, Case((2, 4), options=(("check_for_nan_in_grad", True),)))
+    trainee.train(range(1))
+    before = weights(trainee)
+    handle = None
+    if dist.get_rank() == LAST:
+        param = dict(trainee.net.named_parameters())["layers.3.up.weight"]
+        handle = param.register_hook(lambda grad: grad * float("nan"))
+    text = message(NonFiniteGradError, lambda: forward(trainee))
+    dropped = all(param.grad is None for param in trainee.net.parameters())
+    same = unchanged(trainee, before) and dropped
+    if handle is not None:
+        handle.remove()
+    goes_on = trainee.train(range(1, 2)).losses[0] > 0
+    trainee.model.close()
+    return text, same, goes_on
 
 
 def inf_on_one_rank(mesh: DeviceMesh) -> tuple[float, bool]:

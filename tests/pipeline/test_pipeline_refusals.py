@@ -14,14 +14,11 @@ from tests.support.comparison import message
 from tests.support.pipelines import Case, Trainee, batch_of, loss_of, mesh_of
 from tests.support.processes import run_processes
 
-ALL_REDUCE = ("use_distributed_optimizer", False)
 POOLED = ("grad_buffer", "pooled")
 CASES = {
     "tied": Case((2, 4), tied=True),
-    "all-reduce": Case((2, 4), tied=True, options=(ALL_REDUCE,)),
     "pooled": Case((2, 4), tied=True, options=(POOLED,)),
     "interleaved": Case((1, 2, 2, 1), "Interleaved1F1B", tied=True),
-    "frozen": Case((3, 3), tied=True, frozen="middle"),
     "three": Case((2, 2, 2), tied=True),
 }
 REFUSALS: dict[str, type[MegastrategyError]] = {
@@ -86,9 +83,7 @@ def answer(asked: list[tuple[str, str, str]], stages: int) -> list[tuple[str, bo
 
 ASKED = [
     ("tied", "nan", "last stage"),
-    ("all-reduce", "nan", "last stage"),
     ("interleaved", "nan", "last stage"),
-    ("frozen", "nan", "last stage"),
     ("pooled", "nan", "first stage"),
     ("pooled", "tokens", "last stage"),
     ("tied", "microbatch", "first stage"),
