@@ -13,12 +13,11 @@ from hypothesis.errors import Flaky
 
 from .cases import Case, cases
 from .comparison import check
-from .tally import Tally
 
 CASES_A_SEED = 50
 SHRINKING_S = 120.0
 
-Tell = Callable[[int, Tally], object]
+Tell = Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +34,28 @@ def run_for(
     first_seed: int,
     *,
     shrinks: bool = True,
-    tell: Tell = lambda number, tally: None,
+    tell: Tell = lambda number, num_cases: None,
     in_work: Path | None = None,
-) -> Tally:
-    """Checks cases of one seed after the other until the time is over.
+) -> int:
+    """Checks cases of one seed after the other until the time is over. Returns their number.
 
     Raises an AssertionError with the smallest case that was found to fail in its notes, as a test.
 
     Args:
-        tell: called with the seed and what was drawn so far, before each seed.
+        tell: called with the seed and the number of cases so far, before each seed.
         in_work: where each case is written before it is checked, as a test. gloo ends the process where two ranks are
             in different collectives, and then this is all that is left.
     """
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
-    begun, number, tally = time.monotonic(), first_seed, Tally()
+    begun, number, num_cases = time.monotonic(), first_seed, 0
     failures: list[Failure] = []
 
     def count_and_check(case: Case) -> None:
+        nonlocal num_cases
         if not failures:
             if time.monotonic() > begun + seconds:
                 return
-            tally.count(case)
+            num_cases += 1
         elif time.monotonic() > failures[0].time_s + SHRINKING_S and case != failures[-1].case:
             return  # small enough
         if in_work is not None:
@@ -67,7 +67,7 @@ def run_for(
             raise
 
     while time.monotonic() < begun + seconds:
-        tell(number, tally)
+        tell(number, num_cases)
         options = settings(
             max_examples=CASES_A_SEED,
             deadline=None,
@@ -81,11 +81,11 @@ def run_for(
         except (AssertionError, Flaky):
             # a race may be lost once and never again, which Flaky says, and not what differed
             smallest = failures[-1]
-            found = f"Found with seed {number} in case {tally.num_cases}, after {failures[0].time_s - begun:.0f} s"
+            found = f"Found with seed {number} in case {num_cases}, after {failures[0].time_s - begun:.0f} s"
             smallest.error.add_note(f"{found}. As a test:\n\n{as_test(smallest.case, number)}")
             raise smallest.error from None
         number += 1
-    return tally
+    return num_cases
 
 
 def as_test(case: Case, number: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megastrategy.core.config import field_names
 from megastrategy.core.data_path.bucket import Bucket, State
 from megastrategy.core.data_path.engine import Engine
 from megastrategy.core.layout.layout import BufferLayout
@@ -19,12 +18,11 @@ from megastrategy.core.optimizer.runs import MainParams, group_members
 from ..support.timeouts import HANG_S
 from .cases import Case
 from .runs import run_for
-from .tally import possible_pairs
 
 
 def test_six_seconds_of_random_programs() -> None:
     """Others each day. An hour of them: ``python -m tests.fuzzing --minutes 60``."""
-    assert run_for(6.0, 1000 * datetime.datetime.now(datetime.UTC).date().toordinal()).num_cases > 0
+    assert run_for(6.0, 1000 * datetime.datetime.now(datetime.UTC).date().toordinal()) > 0
 
 
 def no_wait_for_reductions(patch: pytest.MonkeyPatch) -> None:
@@ -116,12 +114,3 @@ def test_planted_fault_shrinks_to_few_actions(plant: Any) -> None:
     test()
     assert len(played[0].program) <= 3
     assert len(played[0].layers) <= 2
-
-
-def test_refused_pairs_are_not_missing() -> None:
-    """A pair that is refused whatever else is chosen cannot be met."""
-    possible = possible_pairs()
-    assert ("use_distributed_optimizer", True, "grad_buffer", "pooled") in possible
-    assert ("use_distributed_optimizer", False, "grad_buffer", "pooled") not in possible
-    assert ("bucket_size", None, "optimizer", "Adagrad") in possible
-    assert {name for pair in possible for name in (pair[0], pair[2])} >= set(field_names())
