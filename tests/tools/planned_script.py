@@ -1,18 +1,24 @@
-"""A plain loop for ``megastrategy plan``, which can also count its own allocations in a real run.
+"""Plain loops for ``megastrategy plan``; the first can also count its own allocations in a real run.
 
 python -m tests.tools.planned_script (gpt | frozen | conv) [--count]
+python -m tests.tools.planned_script experts EP DTYPE OPTIONS
 """
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.scripts import ROOT
 
 WIDTH, LENGTH, BATCH = 128, 64, 16
 
@@ -76,9 +82,7 @@ def counted(work: Callable[[], object]) -> tuple[int, int]:
     return live, peak
 
 
-def main(name: str, counts: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(name: str, counts: bool) -> None:
     module, batch = make(name)
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=20_000))
     optimizer = DistributedOptimizer(torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), model)
@@ -91,5 +95,29 @@ def main(name: str, counts: bool) -> None:
         optimizer.step()
 
 
+def train_experts(
+    ep: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int = 2
+) -> tuple[Any, DistributedOptimizer]:
+    """Trains the module of examples/moe_gpt.py, with the same weights on all ranks of the default group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
+    module: Any = runpy.run_path(str(ROOT / "examples" / "moe_gpt.py"))["make_module"]().to(dtype)
+    for layer in module.experts():
+        layer.divide(mesh["ep"])
+    config = DistributedDataParallelConfig(bucket_size=20_000, **options)
+    model = DistributedDataParallel(module, config, expert_mesh=mesh)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        model(tokens).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], "--count" in sys.argv)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "experts":
+        train_experts(int(sys.argv[2]), getattr(torch, sys.argv[3]), json.loads(sys.argv[4]))
+    else:
+        train(sys.argv[1], "--count" in sys.argv)

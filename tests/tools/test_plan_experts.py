@@ -21,9 +21,9 @@ from tests.core.properties.test_memory import bytes_of
 from tests.support.data_path import memory_of
 from tests.support.processes import run_processes
 from tests.support.scripts import run_script
-from tests.tools import planned_experts
+from tests.tools.planned_script import train_experts
 
-SCRIPT = Path(planned_experts.__file__)
+SCRIPT = Path(__file__).with_name("planned_script.py")
 RUNS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "float32", {}),
     (4, "bfloat16", {"grad_buffer": "pooled"}),
@@ -35,7 +35,7 @@ def real_bytes() -> list[tuple[int, int]]:
     """This rank's bytes between steps, and those of gradients, of each run."""
     found = []
     for ep, dtype, options in RUNS:
-        model, optimizer = planned_experts.train(ep, getattr(torch, dtype), options, num_steps=1)
+        model, optimizer = train_experts(ep, getattr(torch, dtype), options, num_steps=1)
         state = optimizer.optimizer.state
         values = [value for values in state.values() for value in values.values()]
         flats, grads = memory_of(model)
@@ -60,7 +60,7 @@ def test_bytes_equal_a_real_run(number: int, real: list[tuple[int, int]], tmp_pa
     ep, dtype, options = RUNS[number]
     file = tmp_path / "step"
     program = ("megastrategy.tools.plan.one_step", "4", str(file), "shapes")
-    done = run_script(SCRIPT, str(ep), dtype, json.dumps(options), cwd=tmp_path, ranks=1, before=program)
+    done = run_script(SCRIPT, "experts", str(ep), dtype, json.dumps(options), cwd=tmp_path, ranks=1, before=program)
     assert file.exists(), done.stderr
     step = pickle.loads(file.read_bytes())
     assert isinstance(step, MeasuredStep), step
@@ -74,7 +74,7 @@ def test_bytes_equal_a_real_run(number: int, real: list[tuple[int, int]], tmp_pa
 def specs_on(config: DistributedDataParallelConfig, dp_size: int, ep: int) -> list[ParamSpec]:
     """A dense parameter, and a stack of experts that ``ep`` ranks divide."""
     dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}
-    domain = expert_domain(config, dp_size, ep) if ep > 1 else None
+    domain = expert_domain(config, dp_size, ep)
     return [
         ParamSpec("dense", (4096,), (1,), **dtypes),
         ParamSpec("experts", (32 * 1024 // ep,), (1,), domain=domain, **dtypes),
@@ -84,7 +84,6 @@ def specs_on(config: DistributedDataParallelConfig, dp_size: int, ep: int) -> li
 @pytest.mark.parametrize(
     ("ep", "options"),
     [
-        (1, {}),
         (2, {"use_distributed_optimizer": False}),
         (4, {"num_distributed_optimizer_instances": 2}),
         (8, {"grad_wire_dtype": "bf16"}),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import nn
+from torch import Tensor, nn
 
 import megastrategy
 from megastrategy.tools.commands import root
@@ -196,10 +196,9 @@ def test_layers_are_measured_as_a_stage_allocates(frozen: list[int]) -> None:
         ([nn.Linear(8, 8), "layer"], "layer 1 is a str: expected an nn.Module"),
         ([nn.Linear(9, 9)], r"layer 0: Linear fails with the sample, float32 of \(2, 8\): RuntimeError: mat1 and mat2"),
         ([nn.Linear(8, 9), nn.Linear(8, 8)], r"fails with what layer 0 returns, float32 of \(2, 9\)"),
-        ([nn.Embedding(8, 8)], r"layer 0: Embedding fails with the sample, float32"),
         ([nn.LSTM(8, 8), nn.Linear(8, 8)], "layer 0: LSTM returns tuple: stages send one tensor"),
     ],
-    ids=["no module", "the batch", "the layer before", "dtype", "tuple"],
+    ids=["no module", "the batch", "the layer before", "tuple"],
 )
 def test_unmeasurable_layer_is_named(layers: list[Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
@@ -226,7 +225,6 @@ def test_plan_says_split_order_and_reason() -> None:
     ("wrong", "says"),
     [
         ({"keep_together": [(2, 9)]}, "layers from 0 to 3"),
-        ({"frozen": [7]}, "layers from 0 to 3"),
         ({"microbatches": 0}, "at least one"),
         ({"objective": "beauty"}, "'time' or 'waste'"),
         ({"slack": 1.0}, "from 0 to below 1"),
@@ -283,13 +281,8 @@ def test_command_cuts_layers_of_a_module(tmp_path: Path, monkeypatch: pytest.Mon
         (["--split", "many"], 2, "such as 9-22-6-1"),
         (["--frozen", "7"], 1, "layers from 0 to 3"),
         (["--slack", "1"], 1, "from 0 to below 1"),
-        (["--frozen", ""], 2, "'': expected the first and the last layer"),
         (["--frozen", "3-1"], 2, "'3-1': expected the first and the last layer"),
-        (["--keep-together", "3-1"], 2, "'3-1': expected the first and the last layer"),
-        (["--slack", "nan"], 1, "from 0 to below 1"),
         (["--ranks", "2"], 2, "--cards takes no --ranks"),
-        (["--values"], 2, "--cards takes no --values"),
-        (["-m"], 2, "--cards takes no --module"),
     ]:
         done = CliRunner().invoke(root, [*options, *sample, *wrong, "planned_project:layers"])
         assert done.exit_code == code, done.output
@@ -301,7 +294,6 @@ def test_command_cuts_layers_of_a_module(tmp_path: Path, monkeypatch: pytest.Mon
         (["planned_project:layers"], "needs --batch"),
         (["--batch", "planned_project:nothing", "planned_project:layers"], "has no nothing"),
         (["--batch", "planned_project:sample", "nowhere:layers"], "no module nowhere"),
-        (["--batch", "planned_project:sample", "planned_project"], "expected module:name"),
         (["--batch", "planned_project:sample", "--keep-together", "2", "planned_project:layers"], "such as 24-25"),
         (["--batch", "planned_project:sample", "planned_project:sample"], "expected a list of layers"),
     ]:
@@ -315,11 +307,8 @@ def test_command_cuts_layers_of_a_module(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("def layers():\n    raise RuntimeError('no data\\ntoday')", "layers", r"RuntimeError: no data \(.*line 2\)"),
         ("def layers(x):\n    return x", "layers", r"layers\(\) fails with TypeError: layers\(\) missing 1"),
-        ("import nowhere_to_be_found", "layers", r"No module named 'nowhere_to_be_found' \(.*line 1\)"),
-        ("layers = 1 +", "layers", r"importing .* fails with SyntaxError: .*line 1\)"),
         ("import sys\nsys.exit(3)", "layers", r"fails with SystemExit: 3 \(.*line 2\)"),
         ("layers = []", "layers", "0 layers"),
-        ("layers = 3", "layers", "is a int: expected a list of layers"),
         ("layers = 3", "others", "has no others"),
         ("layers = 3", "", "expected module:name"),
     ],
@@ -345,18 +334,93 @@ def test_failing_module_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "how many"),
         ("9090", "is not known"),
         ("3090:0", "how many"),
-        ("3090:-1", "how many"),
         ("a=1GB", "how many"),
-        ("a=1@1TFLOPS", "such as 80GiB"),
         ("a=-1GB@1TFLOPS", "such as 80GiB"),
-        ("a=1GB@b", "such as 200TFLOPS"),
         ("a=1GB@0TFLOPS", "such as 200TFLOPS"),
-        ("a=1GB@1.2.3TFLOPS", "such as 200TFLOPS"),
     ],
 )
 def test_wrong_card_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_cards(text)
+
+
+# --- layers of every kind ---------------------------------------------------------------------------------------------
+
+
+CARDS = parse_cards("mine=8GB@1TFLOPS:2")
+
+
+def test_plan_changes_no_layer_sample_or_generator() -> None:
+    torch.manual_seed(0)
+    layers = [nn.ReLU(inplace=True), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Conv2d(8, 8, 1)]
+    sample = torch.randn(4, 3, 8, 8)
+    values = [tensor.clone() for layer in layers for tensor in layer.state_dict().values()]
+    given, drawn = sample.clone(), torch.get_rng_state()
+    megastrategy.plan(layers, sample, devices=CARDS, microbatches=4)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(sample, given)
+    after = [tensor for layer in layers for tensor in layer.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(values, after, strict=True))
+
+
+def mlp(*, parameters: int) -> list[nn.Module]:
+    return [module for _ in range(parameters) for module in (nn.Linear(8, 8), nn.ReLU(), nn.ReLU())]
+
+
+def test_stage_without_parameters_is_refused() -> None:
+    plan = megastrategy.plan(mlp(parameters=2), torch.ones(2, 8), devices=CARDS, microbatches=4)
+    assert plan.split_spec in ((1, 5), (2, 4), (3, 3))
+    with pytest.raises(ValueError, match=r"stage 1 without parameters \(4: ReLU, 5: ReLU\), for which torch has no"):
+        megastrategy.plan(mlp(parameters=2), torch.ones(2, 8), devices=CARDS, microbatches=4, split_spec=[4, 2])
+    with pytest.raises(ValueError, match="1 of 3 layers have parameters, for 2 cards: expected one in each stage"):
+        megastrategy.plan(mlp(parameters=1), torch.ones(2, 8), devices=CARDS, microbatches=4)
+
+
+def test_too_few_microbatches_are_refused() -> None:
+    layers, x, cards = mlp(parameters=3), torch.ones(2, 8), parse_cards("mine=8GB@1TFLOPS:3")
+    with pytest.raises(ValueError, match="2 microbatches for 3 cards: expected at least as many with '1f1b'"):
+        megastrategy.plan(layers, x, devices=cards, microbatches=2)
+    assert sum(megastrategy.plan(layers, x, devices=cards, microbatches=2, schedule="gpipe").split_spec) == len(layers)
+
+
+class Tied(nn.Module):
+    """One weight twice, and a buffer to look up in."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+        self.down.weight = self.up.weight
+        self.table = nn.Embedding(4, 512)
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.up(x + self.table(self.places))).relu()
+        return result
+
+
+def test_layers_on_meta_are_planned() -> None:
+    def made() -> list[nn.Module]:
+        return [Tied(), nn.BatchNorm1d(4), Tied().requires_grad_(False), Tied()]
+
+    with torch.device("meta"):
+        on_meta = made()
+    x = torch.randn(8, 4, 512)
+    assert measure_layers(on_meta, x) == measure_layers(made(), x)
+    assert all(tensor.is_meta for layer in on_meta for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("sample", "devices", "says"),
+    [
+        (torch.ones(2, 8, device="meta"), CARDS, "the sample is on meta: expected a tensor with values"),
+        (torch.ones(2, 8), ["3090", "2080"], "devices has '3090': expected cards, such as parse_cards"),
+    ],
+    ids=["on meta", "names"],
+)
+def test_wrong_sample_or_card_is_named(sample: Any, devices: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        megastrategy.plan(mlp(parameters=2), sample, devices=devices, microbatches=4)
