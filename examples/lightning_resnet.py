@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="megatron_ddp")
     parser.add_argument("--timm", metavar="NAME", help="a model of timm's instead of torchvision's ResNet-18")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
     pl.seed_everything(1, verbose=False)
     if args.timm:
