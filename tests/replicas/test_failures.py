@@ -8,14 +8,11 @@ import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
 from megastrategy.errors import CollectiveError, NonFiniteGradError
 from tests.support.processes import run_processes
-from tests.support.replicas import SKEW_S, assert_equal, lighthouse, run_in_replicas, wait_until_asked
+from tests.support.replicas import SKEW_S, SmallTraining, assert_equal, run_in_replicas, wait_until_asked
 
 STEPS, FAILING = 6, 3
 LIGHTHOUSE = """
@@ -27,38 +24,11 @@ sys.stdin.read()
 """
 
 
-class Training:
-    """One rank of one replica, whose batches are of ones."""
-
-    def __init__(
-        self,
-        address: str,
-        slot: int,
-        groups: list[Any],
-        patience_s: float = 240.0,
-        skew_s: float = SKEW_S,
-    ) -> None:
-        self.replicas = Replicas(
-            2, slot, lighthouse=address, process_group=groups[slot], skew_s=skew_s, patience_s=patience_s
-        )
-        torch.manual_seed(0)
-        config = DistributedDataParallelConfig(check_for_nan_in_grad=True, bucket_size=4)
-        self.model = DistributedDataParallel(
-            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), config, groups[slot], replicas=self.replicas
-        )
-        self.optimizer = DistributedOptimizer(torch.optim.AdamW(self.model.parameters()), self.model)
-
-    def step(self, value: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.full((2, 3), value)).square().mean().backward()
-        self.optimizer.step()
-
-
 def reject_a_gradient(ranks: int, address: str) -> tuple[list[str], list[float], Any]:
     """Replica 1 rejects a gradient that is not finite in one rank, and goes on."""
     groups = [dist.new_group(list(range(slot * ranks, (slot + 1) * ranks))) for slot in range(2)]
     slot = dist.get_rank() // ranks
-    training = Training(address, slot, groups)
+    training = SmallTraining(address, slot, groups)
     is_culprit = dist.get_rank() == 2 * ranks - 1
     messages: list[str] = []
     seconds = []
@@ -90,7 +60,7 @@ def fail_in_the_last_batch(address: str) -> str:
     """Replica 1 leaves, comes back when the other has made all steps, and refuses its gradient in that batch."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     slot = dist.get_rank()
-    training = Training(address, slot, groups)
+    training = SmallTraining(address, slot, groups)
     while training.replicas.step < FAILING:
         training.step()
     dist.barrier()
@@ -102,7 +72,7 @@ def fail_in_the_last_batch(address: str) -> str:
         return ""
     training.replicas.close()
     dist.barrier()
-    training = Training(address, slot, groups, patience_s=5.0)
+    training = SmallTraining(address, slot, groups, patience_s=5.0)
     with pytest.raises(NonFiniteGradError):
         training.step(float("nan"))
     with pytest.raises(CollectiveError) as error:
@@ -113,19 +83,6 @@ def fail_in_the_last_batch(address: str) -> str:
 def test_replica_without_state_does_not_go_on_alone() -> None:
     message = run_in_replicas(fail_in_the_last_batch, 1)[1][0]
     assert message.startswith("replica 1: 2 replicas begin together, and after 5 s these are there: [1]")
-
-
-def wait_in_vain(address: str) -> str:
-    training = Training(address, 0, [dist.new_group([0])], patience_s=1.0)
-    with pytest.raises(CollectiveError) as error:
-        training.step()
-    return str(error.value)
-
-
-def test_waiting_for_a_replica_ends_after_patience() -> None:
-    with lighthouse() as address:
-        (message,) = run_processes(1, wait_in_vain, address)
-    assert message.startswith("replica 0: 2 replicas begin together, and after 1 s these are there: [0]")
 
 
 def lose_the_lighthouse(ranks: int) -> tuple[str, float]:
@@ -139,7 +96,7 @@ def lose_the_lighthouse(ranks: int) -> tuple[str, float]:
         assert server.stdout is not None, "a pipe"
         place = [server.stdout.readline().strip()]
     dist.broadcast_object_list(place)
-    training = Training(place[0], dist.get_rank() // ranks, groups, skew_s=5.0)
+    training = SmallTraining(place[0], dist.get_rank() // ranks, groups, skew_s=5.0)
     while training.replicas.step < FAILING:
         training.step()
     dist.barrier()

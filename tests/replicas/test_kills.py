@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from pathlib import Path
 
 import pytest
 
+from campaigns.replica_kills.__main__ import run
 from tests.replicas.scripts.sizes import NUM_SAMPLES
-from tests.support.replica_jobs import HEARTBEAT_S, Job, check_ends, check_survivor, longest_pause
+from tests.support.replica_jobs import Job, check_ends
 
-EPOCHS = 30
-MOST_S = HEARTBEAT_S + 1.0
-BUSY_S = 4.0
-"""Added for machines on which a step alone may take so long: tests share two cores with others."""
-
-
-def check_survivors(job: Job, *slots: int) -> None:
-    for slot in slots:
-        check_survivor(job, slot, EPOCHS)
-        for rank in range(job.ranks):
-            (lines,) = job.journals(slot, rank).values()
-            assert longest_pause(lines) < MOST_S + BUSY_S
+EPOCHS = 8
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("of", "ranks", "seed"), [(2, 2, 1), (3, 1, 2)])
+@pytest.mark.parametrize(("of", "ranks", "seed"), [(2, 2, 11), (3, 1, 2)], ids=["all-ranks-and-back", "two-of-three"])
 def test_survivors_go_on_and_the_killed_one_comes_back(tmp_path: Path, of: int, ranks: int, seed: int) -> None:
-    draw = random.Random(seed)
-    slot = draw.randrange(of)  # 0 is the leader at first
-    job = Job.start("loop.py", tmp_path, EPOCHS, 0.05, of=of, ranks=ranks)
-    try:
-        for _ in range(2):
-            job.wait_until_together(draw.randint(3, 8))
-            job.kill(slot, draw.randrange(ranks))
-        check_ends(job, EPOCHS)
-    finally:
-        job.stop()
-    check_survivors(job, *(set(range(of)) - {slot}))
-
-
-@pytest.mark.nightly
-def test_all_ranks_and_those_that_come_back_are_killed(tmp_path: Path) -> None:
-    job = Job.start("loop.py", tmp_path, EPOCHS, 0.1, ranks=2)
-    try:
-        job.wait_until_together(3)
-        job.kill(1, 0, 1)
-        job.kill(1, 1)  # as soon as it has a journal, which is before its first batch: it meets the other
-        check_ends(job, EPOCHS)
-    finally:
-        job.stop()
-    check_survivors(job, 0)
+    """Replica 0, which is the leader at first, is among the killed ones."""
+    run(seed, of, ranks, "loop.py", tmp_path)
 
 
 @pytest.mark.nightly
@@ -62,46 +30,23 @@ def test_stop_ends_all_after_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_trainer_returns_with_loops_and_its_place(tmp_path: Path) -> None:
-    epochs = 12
-    job = Job.start("trainer.py", tmp_path, epochs, 0.1)
+@pytest.mark.parametrize(
+    ("script", "files", "num_microbatches"),
+    [("trainer.py", "checkpoints/*", 1), ("fabric.py", "epoch=*", 1), ("accelerator.py", "state-*", 2)],
+)
+def test_frameworks_return_with_loops_and_place(tmp_path: Path, script: str, files: str, num_microbatches: int) -> None:
+    job = Job.start(script, tmp_path, EPOCHS, 0.1)
     try:
-        job.wait_until_together(3)
-        job.kill(0)
-        check_ends(job, epochs)
+        if script != "accelerator.py":  # where one ends itself
+            job.wait_until_together(3)
+            job.kill(0)
+        check_ends(job, EPOCHS, num_microbatches)
     finally:
         job.stop()
     first, second = job.wait_for_end()
     assert first == second
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
-        f"epoch={epoch}.ckpt" for epoch in range(epochs)
-    )
+    assert len(list(tmp_path.glob(files))) == EPOCHS
     # After it has come back, an epoch has each sample once, over both replicas.
     lines = [line for slot in (0, 1) for process in job.journals(slot).values() for line in process]
-    last = [number for line in lines if line["epoch"] == epochs - 1 for number in line["numbers"]]
-    assert sorted(last) == list(range(NUM_SAMPLES))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("script", "num_microbatches"), [("fabric.py", 1), ("accelerator.py", 2)])
-def test_loops_of_frameworks_come_back(tmp_path: Path, script: str, num_microbatches: int) -> None:
-    epochs = 8
-    job = Job.start(script, tmp_path, epochs, 0.1)
-    try:
-        if script == "fabric.py":  # the other one ends itself
-            job.wait_until_together(3)
-            job.kill(1)
-        check_ends(job, epochs, num_microbatches)
-    finally:
-        job.stop()
-    first, second = job.wait_for_end()
-    assert first == second
-    last = [
-        number
-        for slot in (0, 1)
-        for process in job.journals(slot).values()
-        for line in process
-        if line["epoch"] == epochs - 1 and not line["dropped"]
-        for number in line["numbers"]
-    ]
-    assert sorted(last) == list(range(NUM_SAMPLES))
+    last = [line["numbers"] for line in lines if line["epoch"] == EPOCHS - 1 and not line["dropped"]]
+    assert sorted(itertools.chain.from_iterable(last)) == list(range(NUM_SAMPLES))

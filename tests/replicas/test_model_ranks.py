@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Replicas
@@ -61,12 +61,9 @@ class Training:
             self._optimizer.zero_grad()
 
     def outcome(self) -> dict[str, Any]:
-        return {"weights": local_parts(self.module), "state": self.model.rank_state_dict()["optimizers"]}
-
-
-def local_parts(module: nn.Module) -> dict[str, Tensor]:
-    parts = {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in module.named_parameters()}
-    return parts
+        params = self.module.named_parameters()
+        weights = {name: getattr(param, "_local_tensor", param).detach().clone() for name, param in params}
+        return {"weights": weights, "state": self.model.rank_state_dict()["optimizers"]}
 
 
 def leave_and_come_back(kind: str, num_dp: int, address: str) -> Any:

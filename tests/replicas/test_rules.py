@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -12,58 +11,36 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer, Replicas
+from megastrategy import Replicas
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
 from megastrategy.errors import ReplicaMismatchError
-from tests.support.replicas import SKEW_S, run_in_replicas
-
-
-def make(
-    address: str, groups: list[Any], *, width: int = 4, seed: int = 0, **options: Any
-) -> tuple[Replicas, Any, Any]:
-    slot = dist.get_rank()
-    replicas = Replicas(
-        2, slot, lighthouse=address, process_group=groups[slot], **{"skew_s": SKEW_S, "patience_s": 240.0, **options}
-    )
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
-    model = DistributedDataParallel(module, process_group=groups[slot], replicas=replicas)
-    return replicas, model, DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
-
-
-def step(model: Any, optimizer: Any) -> None:
-    model(torch.ones(2, 3)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train_on(model: Any, optimizer: Any) -> None:
-    while True:
-        step(model, optimizer)
+from tests.support.replicas import SmallTraining, run_in_replicas
 
 
 def differ(culprit: int, width: int, seed: int, num_steps: int, address: str) -> str:
     """A replica trains for so many steps with the other, comes back as another one, which ends with an error, and comes
     back as it was. The other trains all the time, until the culprit ends both."""
     groups = [dist.new_group([rank]) for rank in range(2)]
+    slot = dist.get_rank()
     message = ""
-    if dist.get_rank() == culprit:
+    if slot == culprit:
         if num_steps:
-            replicas, model, optimizer = make(address, groups)
-            while replicas.step < num_steps:
-                step(model, optimizer)
-            replicas.close()
-            model.close()
-        replicas, model, optimizer = make(address, groups, width=width, seed=seed)
-        with pytest.raises(ReplicaMismatchError) as error:  # the first batches may be dropped
-            train_on(model, optimizer)
-        message = str(error.value)
-        replicas.close()
-        model.close()
-    replicas, model, optimizer = make(address, groups)
+            training = SmallTraining(address, slot, groups)
+            while training.replicas.step < num_steps:
+                training.step()
+            training.close()
+        training = SmallTraining(address, slot, groups, width=width, seed=seed)
+        try:
+            while True:  # the first batches may be dropped
+                training.step()
+        except ReplicaMismatchError as error:
+            message = str(error)
+        training.close()
+    training = SmallTraining(address, slot, groups)
+    replicas = training.replicas
     while not replicas.should_stop:
-        step(model, optimizer)
-        if dist.get_rank() == culprit and replicas.members == (0, 1) and not replicas.dropped:
+        training.step()
+        if slot == culprit and replicas.members == (0, 1) and not replicas.dropped:
             replicas.stop()
     replicas.finish()
     return message
@@ -95,21 +72,21 @@ def test_contradicting_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def end_within_a_step(address: str) -> str:
     """Both replicas train one epoch of two windows, and then one that ends within a window."""
-    replicas, model, optimizer = make(address, [dist.new_group([rank]) for rank in range(2)])
+    training = SmallTraining(address, dist.get_rank(), [dist.new_group([rank]) for rank in range(2)])
+    replicas, model = training.replicas, training.model
 
     def train_an_epoch(num_batches: int) -> None:
         for number in replicas.batches(range(num_batches)):
             with contextlib.nullcontext() if number % 2 else model.no_sync():
                 model(torch.ones(2, 3)).square().mean().backward()
             if number % 2:
-                optimizer.step()
+                training.optimizer.step()
 
     train_an_epoch(4)
     assert (replicas.step, replicas.epoch) == (2, 1)
     with pytest.raises(ValueError, match="ended within a step") as error:
         train_an_epoch(3)
-    replicas.close()
-    model.close()
+    training.close()
     return str(error.value)
 
 

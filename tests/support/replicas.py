@@ -181,6 +181,28 @@ class Training:
         }
 
 
+class SmallTraining:
+    """One rank of one replica of two, whose batches are of ones."""
+
+    def __init__(self, address: str, slot: int, groups: list[Any], *, width: int = 4, seed: int = 0, **options: Any):
+        options = {"skew_s": SKEW_S, "patience_s": PATIENCE_S} | options
+        self.replicas = Replicas(OF, slot, lighthouse=address, process_group=groups[slot], **options)
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+        config = DistributedDataParallelConfig(check_for_nan_in_grad=True, bucket_size=4)
+        self.model = DistributedDataParallel(module, config, groups[slot], replicas=self.replicas)
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW(self.model.parameters()), self.model)
+
+    def step(self, value: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.full((2, 3), value)).square().mean().backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        self.replicas.close()
+        self.model.close()
+
+
 def leave_and_come_back(case: Case, alone: int, address: str) -> dict[str, Any]:
     """A process's job: replica 1 leaves after ``TOGETHER`` steps, and comes back when replica 0 has made ``alone``."""
     slot = dist.get_rank() // case.ranks

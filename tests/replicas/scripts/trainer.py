@@ -46,7 +46,6 @@ trainer = pl.Trainer(
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
-    use_distributed_sampler=True,
 )
 trainer.fit(model, DataLoader(make_data(), BATCH_SIZE, shuffle=True), DataLoader(make_data(), 64))
 write_end(
