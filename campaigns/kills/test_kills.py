@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megastrategy._checkpoints.directories import read_remote_extra
 from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint
-from tests.doors.python_processes import run_python
+from tests.doors.rank_processes import run_python
 from tests.support.object_store import PROTOCOL
 
 from . import script

@@ -135,7 +135,6 @@ def make_trainer(
     *,
     model: str = "bert",
     samples: int = NUM_SAMPLES,
-    inf_on: tuple[int, int] | None = None,
     memory: int | None = None,
     callbacks: tuple[Any, ...] = (),
     **arguments: Any,
@@ -146,10 +145,9 @@ def make_trainer(
         folder: where it writes.
         model: which.
         samples: to train on.
-        inf_on: (rank, step) with an infinite loss.
         memory: of samples a batch; with more of them a forward runs out of it.
         callbacks: more than the one that keeps what it saw.
-        arguments: of TrainingArguments. ``fp16``, which accelerate leaves alone on a CPU, gets its scaler and autocast.
+        arguments: of TrainingArguments.
     """
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -167,18 +165,11 @@ def make_trainer(
         setattr(Seen, event, keeping(event))
 
     class TestedTrainer(Trainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            if self.args.fp16:
-                self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-                self.accelerator.native_amp = True
-
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if memory is not None and len(inputs["input_ids"]) > memory:
                 raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
-            here = (self.args.process_index, self.state.global_step) == inf_on and self.model.training
-            return loss * float("inf") if here else loss
+            return loss
 
     options: dict[str, Any] = {
         "num_train_epochs": 2,

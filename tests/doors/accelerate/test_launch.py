@@ -23,7 +23,7 @@ from megastrategy.tools import launching
 from tests.support.comparison import assert_equal
 from tests.support.scripts import run_script
 
-from ..python_processes import run_python
+from ..rank_processes import run_python
 
 SCRIPT = '''
 """Ordinary user code: a loop under accelerate, and what it saw, saved by rank."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..fits import AwkwardModule, Fit, adamw, fit
 from ..matrix import Beyond, Feature
-from .classifiers import fitted
+from .modules import fitted
 
 
 def sgd(params: Any) -> Optimizer:

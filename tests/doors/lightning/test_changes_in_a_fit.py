@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.doors.features.classifiers import Classifier, Lazy, Plain, fitted, wrap_again
-from tests.doors.features.watched_fits import Watched, watched
+from tests.doors.features.callbacks import Watched, watched
+from tests.doors.features.modules import Classifier, Lazy, Plain, fitted, wrap_again
 from tests.support.comparison import assert_equal
 
 from ..fits import (

@@ -20,7 +20,7 @@ import megastrategy_autoload
 from megastrategy._versions import ACCELERATE, LIGHTNING, RAY
 from megastrategy_autoload import DOORS, START_METHODS
 
-from ..python_processes import run_python
+from ..rank_processes import run_python
 
 
 def test_torch_finds_the_entry_point() -> None:

@@ -17,8 +17,7 @@ from tests.support.ports import free_port
 from ..accelerate_loops import Worlds, make_accelerator
 from ..fabric_loops import make_fabric
 from ..fits import AwkwardModule, loader, make_trainer
-from ..python_processes import run_python, run_pythons
-from ..rank_processes import Ranks
+from ..rank_processes import Ranks, run_python, run_pythons
 
 SCRIPT = """
 import json

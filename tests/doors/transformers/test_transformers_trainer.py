@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with our Accelerator, and its models in a plain loop, compared with torch DDP."""
+"""``transformers.Trainer`` with our Accelerator, compared with torch DDP."""
 
 from __future__ import annotations
 
@@ -10,85 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from megastrategy.accelerate.checkpoint import MAIN_PARAMS_FILE
 from tests.support.comparison import assert_equal
 
-from ..accelerate_loops import Worlds, make_accelerator, weights_of
-from ..matrix import ALL_REDUCE, MODES, REDUCE_SCATTER
+from ..accelerate_loops import Worlds
+from ..matrix import MODES
 from ..transformers_fits import (
-    LENGTH,
-    MODELS,
-    NUM_TOKENS,
     Run,
     accelerators_of,
     fit,
-    make_gpt2,
     make_trainer,
     resumes_on_cpus,
 )
-
-# --- in a plain loop --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class LoopRun:
-    """On one rank: the loss of every batch, the weights at the end, and those that were saved and read again."""
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-    saved: dict[str, Tensor]
-
-
-def train(name: str, mode: dict[str, Any], kind: str, is_reentrant: bool, folder: Path) -> LoopRun:
-    accelerator = make_accelerator(
-        name, mode if name == "megatron_ddp" else None, find_unused=False, gradient_accumulation_steps=2
-    )
-    net: Any = MODELS[kind]()
-    net.enable_input_require_grads()  # what re-entrant checkpoints need with a frozen base
-    net.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(NUM_TOKENS, (LENGTH,), generator=generator) for _ in range(20)]
-    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
-    model, optimizer, data = accelerator.prepare(net, optimizer, DataLoader(tokens, batch_size=2))  # type: ignore[arg-type]
-    torch.manual_seed(accelerator.process_index)  # of dropout
-    losses = []
-    for batch in data:
-        with accelerator.accumulate(model):
-            loss = model(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1e6)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    unwrapped = accelerator.unwrap_model(model)
-    assert unwrapped is net
-    unwrapped.save_pretrained(
-        folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
-    )
-    accelerator.wait_for_everyone()
-    again = type(net).from_pretrained(*([make_gpt2()] if kind == "lora" else []), folder)
-    return LoopRun(losses, weights_of(net), weights_of(again))
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind", "is_reentrant"),
-    [(REDUCE_SCATTER, "gpt2", True), (ALL_REDUCE, "lora", False)],
-    ids=["gpt2, re-entrant", "lora, not re-entrant"],
-)
-def test_loop_of_checkpointed_model_equals_ddp(
-    worlds: Worlds, kind: str, is_reentrant: bool, mode: dict[str, Any], tmp_path: Path
-) -> None:
-    ours = worlds.run(train, "megatron_ddp", mode, kind, is_reentrant, tmp_path / "ours")
-    assert_equal(ours, worlds.run(train, "ddp", mode, kind, is_reentrant, tmp_path / "theirs"))
-    for run in ours:
-        assert_equal(run.weights, ours[0].weights)
-        assert set(run.saved) == set(run.weights)
-        assert_equal({name: run.saved[name] for name in run.weights}, run.weights)
-
 
 # --- fits -------------------------------------------------------------------------------------------------------------
 
@@ -162,17 +96,6 @@ def test_fit_equals_ddp(worlds: Worlds, name: str, tmp_path: Path) -> None:
         # of several synchronised backwards each is reduced before the next is added, and not their sum
         assert_same_fit(ours, theirs, rtol=1e-6 if "accelerator_config" in options else 0.0)
         assert_sharded(ours, theirs, mode)
-
-
-def test_infinite_loss_on_one_rank_skips_a_step(worlds: Worlds, tmp_path: Path) -> None:
-    """In fp16, with clipping; the scheduler waits, and the rest is as under torch DDP."""
-    options: dict[str, Any] = {"fp16": True, "inf_on": (1, 2), "optim": "sgd", "max_grad_norm": 0.5}
-    theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
-    rates = [entry["learning_rate"] for entry in theirs[0].logged if "learning_rate" in entry]
-    assert [number for number in range(1, 8) if rates[number] == rates[number - 1]] == [3]
-    for mode in MODES.values():
-        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path, **options)
-        assert_same_fit(ours, theirs, rtol=1e-6 if mode["use_distributed_optimizer"] else 0.0)
 
 
 @pytest.mark.nightly
