@@ -15,7 +15,6 @@ from torch import Tensor
 from .._checkpoints.files import load_file
 from .._checkpoints.not_tensors import NOT_TENSORS
 from ..core import EXTRA_FILE, CheckpointError
-from .foreign_paths import check_readable, describe_file
 from .trusting import open_checked, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
@@ -33,9 +32,8 @@ class Parts:
 
     Attributes:
         path: it is from.
-        kind: "file", "directory", or "folder" of several files.
-        writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library;
-            "safetensors" of files in that format.
+        kind: of the checkpoint.
+        writer: "Trainer", or "other": Fabric's files and plain torch's are the same.
         models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
         optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer). Its ``params`` and ``state`` have
             numbers in a file, and parameter names in a directory.
@@ -44,8 +42,8 @@ class Parts:
     """
 
     path: Path
-    kind: Literal["file", "directory", "folder"]
-    writer: Literal["Trainer", "other", "accelerate", "transformers", "safetensors"]
+    kind: Literal["file", "directory"]
+    writer: Literal["Trainer", "other"]
     models: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     main_params: dict[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
@@ -61,10 +59,6 @@ def read_file(path: Path, trust: bool = False) -> Parts:
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
     """
-    check_readable(path)
-    reason = describe_file(path)
-    if reason:
-        raise CheckpointError(f"{path} {reason}")
     content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")

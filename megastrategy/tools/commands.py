@@ -115,40 +115,28 @@ def consolidate_command(directory: Path, out: Path | None, force: bool, trust: b
 @checkpoint.command(
     "convert",
     cls=Command,
-    example="megastrategy checkpoint convert last.ckpt sharded.ckpt --module my_project.models:LitModel",
+    example="megastrategy checkpoint convert last.ckpt sharded.ckpt --names names.json",
 )
 @click.argument("file", type=_existing_file)
 @click.argument("directory", type=_PATH)
-@click.option("--module", "spec", metavar="PACKAGE.MODULE:NAME", help="Called for the module and its optimizers.")
 @click.option("--names", type=click.Path(exists=True, path_type=Path), help="JSON, or a sharded directory of the run.")
 @_force
 @_trust
 @_expected_failures
-def convert_command(
-    file: Path, directory: Path, spec: str | None, names: Path | None, force: bool, trust: bool
-) -> None:
+def convert_command(file: Path, directory: Path, names: Path | None, force: bool, trust: bool) -> None:
     """Make a sharded DIRECTORY from one FILE, so that every rank reads its part.
 
     \b
     A file has optimizer state by number, a directory by parameter name. The names are taken from
-      --module  a LightningModule, or a function that returns (module, optimizer) or (module, optimizers)
       --names   {"optimizer_0": [["first.weight", ...], ...]}, by optimizer and group
     or from the file, if the optimizer was made from named_parameters(). They are never guessed.
     """
     from .checkpoint_parts import read_file
-    from .conversion import check_target, convert
-    from .param_names import names_from, names_from_module, names_in_file
+    from .conversion import check_target, convert, names_from, names_in_file
 
-    if spec and names:
-        raise click.UsageError("--module and --names both give the names: choose one")
     check_target(directory, force)  # before any work
     parts = read_file(file, trust)
-    names_by_key = names_in_file(parts)
-    if spec:
-        names_by_key = names_from_module(spec, parts)
-    elif names:
-        names_by_key = names_from(names, trust)
-    convert(parts, names_by_key, directory, force=force)
+    convert(parts, names_from(names, trust) if names else names_in_file(parts), directory, force=force)
     click.echo(directory)
 
 

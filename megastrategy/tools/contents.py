@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import is_directory_checkpoint
 from .checkpoint_parts import Parts, read_directory_parts, read_file
-from .folders import SHARDED, SavedFile, read_folder, read_weights_file
-from .foreign_paths import check_readable, is_safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +89,7 @@ class Contents:
 
 def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
     """Looks into a file or directory. Raises CheckpointError if it is none, is not complete, or needs ``trust``."""
-    check_readable(path)
-    if path.is_dir():
-        read = read_directory_parts if is_directory_checkpoint(path) else read_folder
-        parts = read(path, trust)
-    elif is_safetensors(path) or path.name.endswith(".index.json"):
-        parts = read_weights_file(path)
-    else:
-        parts = read_file(path, trust)
+    parts = read_directory_parts(path, trust) if path.is_dir() else read_file(path, trust)
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     # one for all parts: tensors of different parts may share memory, which the file has once
     seen: dict[int, str] = {}
@@ -111,8 +101,6 @@ def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, SavedFile):
-        return str(value)
     return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
@@ -121,12 +109,6 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
     parts = contents.parts
     has_optimizers = any(optimizer.groups for optimizer in contents.optimizers)
     resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
-    if parts.kind == "folder":
-        return _folder_loads_with(parts)
-    if parts.writer == "safetensors":
-        if parts.path.name.endswith(".index.json"):
-            return [("Transformers", "AutoModel.from_pretrained(FOLDER); an index names several files")]
-        return [("any strategy", "module.load_state_dict(safetensors.torch.load_file(PATH)), before training")]
     # bare weights or a bare optimizer state, which no strategy's resume finds under its keys
     if set(parts.models) == {""} or "" in parts.optimizers:
         resume = "module.load_state_dict" if parts.models else "optimizer.load_state_dict"
@@ -154,27 +136,6 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
         ("FSDP", "the layout is Lightning's own for it; not tried by this project"),
         ("plain torch", "torch.distributed.checkpoint, or consolidate it first"),
     ]
-
-
-def _folder_loads_with(parts: Parts) -> list[tuple[str, str]]:
-    if parts.writer == "transformers":
-        library = "transformers.Trainer"
-        how = "trainer.train(resume_from_checkpoint=PATH)"
-    else:
-        library = "accelerate"
-        how = "accelerator.load_state(PATH)"
-    ours = f"{library}, with megastrategy's Accelerator"
-    # accelerate alone looks for its own files, and finds none there
-    if (parts.path / SHARDED / ".metadata").is_file():
-        return [
-            (ours, how),
-            (library, "not a sharded one: load it, and save it with state_dict_type='full'"),
-            ("plain torch", f"megastrategy checkpoint consolidate PATH/{SHARDED} makes one file for torch.load"),
-        ]
-    if not parts.optimizers:
-        how += ", weights only: it holds no optimizer"
-    rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
-    return [(ours, how), (library, how + rounded)]
 
 
 def _optimizer(key: str, state: Mapping[str, Any], parts: Parts, seen: dict[int, str]) -> OptimizerContents:

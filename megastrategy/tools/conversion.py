@@ -2,10 +2,16 @@
 
 A file is mapped. A directory is read into host memory, as by Lightning's ``consolidate_checkpoint`` and torch's
 ``dcp_to_torch_save``.
+
+[Note: names are not guessed]
+A file has optimizer state by number, counted through the optimizer's groups; only the code that made the groups knows
+the names. The order of the weights is no proof. Groups are often made of weight decay first and the rest after, and
+where two layers have one shape nothing in the file would contradict an exchange of their moments.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,9 @@ from .._checkpoints.files import save_file
 from .._checkpoints.not_tensors import not_tensors
 from ..core import CheckpointError, is_directory_checkpoint
 from .checkpoint_parts import Parts, by_name, content_of_file, read_directory_parts
-from .param_names import Names
+
+Names = dict[str, list[list[str]]]
+"""Parameter names by optimizer, group by group."""
 
 
 def default_file(directory: Path) -> Path:
@@ -60,16 +68,60 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False)
     for key, optimizer in parts.optimizers.items():
         if not optimizer.get("param_groups"):
             continue  # Lightning's stand-in where a module has none
-        # see param_names' [Note: names are not guessed]
+        # see [Note: names are not guessed]
         if key not in names:
             raise CheckpointError(
                 f"{parts.path} has the state of {key!r} by number, and the directory needs parameter names, which only "
-                "your code knows: say --module package.module:LitModel, or --names FILE"
+                "your code knows: say --names FILE. Or resume your training from the file with "
+                "state_dict_type='sharded', whose next checkpoint is a directory"
             )
         state[key] = by_name(optimizer, names[key], parts.models, f"{key!r} in {parts.path}")
         if key in parts.main_params:
             state[key]["main_params"] = dict(parts.main_params[key])
     save_directory(state, parts.extra | not_tensors(parts.models), directory, None)
+
+
+def names_in_file(parts: Parts) -> Names:
+    """Returns the names that are in the file, by optimizer.
+
+    They are there for optimizers that were made from ``named_parameters()``, since torch keeps the names in their
+    groups, and for state that FSDP wrote, which is by name in files, too.
+    """
+    names: Names = {}
+    for key, state in parts.optimizers.items():
+        groups = state.get("param_groups", ())
+        names_by_group = [
+            list(group.get("param_names") or (param for param in group["params"] if isinstance(param, str)))
+            for group in groups
+        ]
+        if [len(group) for group in names_by_group] == [len(group["params"]) for group in groups]:
+            names[key] = names_by_group
+    return names
+
+
+def names_from(path: Path, trust: bool = False) -> Names:
+    """Reads the names from another sharded directory of the same training, or from JSON:
+    ``{optimizer: [[name, ...], ...]}``.
+
+    Raises:
+        CheckpointError: if it is neither.
+    """
+    if is_directory_checkpoint(path):
+        optimizers = read_directory_parts(path, trust).optimizers
+        return {key: [group["params"] for group in state["param_groups"]] for key, state in optimizers.items()}
+    try:
+        names: Names = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is neither JSON nor a sharded directory: {error}") from error
+    # the file is written by hand: a wrong form is named here, not by an error from within
+    groups = list(names.values()) if isinstance(names, dict) else [None]
+    if not all(
+        isinstance(groups_of_optimizer, list)
+        and all(isinstance(group, list) and all(isinstance(n, str) for n in group) for group in groups_of_optimizer)
+        for groups_of_optimizer in groups
+    ):
+        raise CheckpointError(f"{path}: expected a list of groups, each a list of parameter names, by optimizer")
+    return names
 
 
 def check_target(path: Path, force: bool) -> None:

@@ -66,13 +66,10 @@ def size(nbytes: int) -> str:
 
 def _header(contents: Contents) -> Iterator[RenderableType]:
     parts = contents.parts
-    kind = {"file": "one file", "directory": "a sharded directory", "folder": "a folder"}[parts.kind]
+    kind = {"file": "one file", "directory": "a sharded directory"}[parts.kind]
     writer = {
         "Trainer": f"a Lightning Trainer ({parts.extra.get('pytorch-lightning_version')})",
         "other": "Fabric or plain torch",
-        "accelerate": "Accelerator.save_state",
-        "transformers": "transformers.Trainer",
-        "safetensors": "safetensors",
     }[parts.writer]
     yield Text(f"{parts.path}: {kind}, by {writer}", style="bold")
     counters = [f"{key} {parts.extra[key]}" for key in ("epoch", "global_step") if key in parts.extra]

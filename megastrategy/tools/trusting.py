@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..core import CheckpointError, OpenDirectory, is_directory_checkpoint
-from .foreign_paths import check_readable, describe_folder
+from .._checkpoints.foreign import describe_deepspeed
+from ..core import MARKER, CheckpointError, OpenDirectory, is_directory_checkpoint
 
 _PATHS = {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 _OF_TORCH = {
@@ -60,31 +60,29 @@ def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> Checkpoin
 
 
 def open_checked(path: Path, trust: bool) -> OpenDirectory:
-    """Opens a directory. Reading a value from it raises CheckpointError for one that needs ``trust``.
+    """Opens a directory. Reading it raises CheckpointError for a value that needs ``trust``.
 
     Raises:
-        CheckpointError: if it is no directory of torch.distributed.checkpoint, or its ``.metadata`` needs ``trust``.
+        CheckpointError: if it is no directory of torch.distributed.checkpoint.
     """
     if not is_directory_checkpoint(path):
-        check_readable(path)
-        what = describe_folder(path) if path.is_dir() else ""
         raise CheckpointError(
-            f"{path} {what or 'is no complete sharded checkpoint: it has no .metadata, which is written last'}"
+            f"{path} {describe_deepspeed(path)}"
+            if describe_deepspeed(path)
+            else f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last. If a folder "
+            "has several checkpoints, or is of Accelerator.save_state, name one of the files or directories"
         )
     if trust:
         return OpenDirectory(path)
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # importing it takes half a second
 
-    file = path / ".metadata"
-    try:
-        with _refused(file), file.open("rb") as content:
-            _Unpickler(content).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}. Resume from another checkpoint") from error
-
     class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **options: Any) -> Any:
+            file = path / MARKER
+            with _refused(file), file.open("rb") as content:
+                _Unpickler(content).load()
+            return super().read_metadata(*args, **options)
+
         def read_data(self, plan: Any, planner: Any) -> Any:
             load = planner.load_bytes
 

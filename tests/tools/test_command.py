@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 import megastrategy
 from megastrategy.core import is_directory_checkpoint
 from megastrategy.tools.commands import root
-from megastrategy.tools.param_names import names_from
+from megastrategy.tools.conversion import names_from
 
 from .conftest import Saved
 
@@ -100,7 +100,7 @@ def test_commands_convert_and_inspect(directory: Saved, file: Saved, tmp_path: P
     whole, again = tmp_path / "whole.ckpt", tmp_path / "again.ckpt"
     assert succeeds("consolidate", directory.path, whole) == f"{whole}\n"
     assert torch.load(whole)["global_step"] == 7
-    assert succeeds("convert", whole, again, "--module", "tests.tools.conftest:in_groups") == f"{again}\n"
+    assert succeeds("convert", whole, again, "--names", directory.path) == f"{again}\n"
     assert is_directory_checkpoint(again)
     (tmp_path / "names.json").write_text(json.dumps(names_from(again)))
     assert "already there: --force" in fails("convert", whole, again, "--names", tmp_path / "names.json")
@@ -117,15 +117,12 @@ def test_failure_is_one_line_with_the_remedy(directory: Saved, file: Saved, tmp_
     out = tmp_path / "out"
     assert f"'{tmp_path}/nothing' does not exist" in fails("inspect", tmp_path / "nothing", code=2)
     assert f"{tmp_path}/text is no checkpoint" in fails("inspect", tmp_path / "text")
-    assert f"{tmp_path}/empty is an empty folder" in fails("consolidate", tmp_path / "empty", out)
-    assert "--module package.module:LitModel" in fails("convert", file.path, out)
-    assert "importable from here" in fails("convert", file.path, out, "--module", "no_such_package:model")
+    assert f"{tmp_path}/empty is no complete sharded checkpoint" in fails("consolidate", tmp_path / "empty", out)
+    assert "say --names FILE" in fails("convert", file.path, out)
     assert f"{tmp_path}/text/out" in fails("convert", file.path, tmp_path / "text" / "out", "--names", directory.path)
     assert f"{tmp_path}/text/out: the checkpoint was not saved" in fails(
         "consolidate", directory.path, tmp_path / "text" / "out"
     )
-    both = ("--names", tmp_path / "text", "--module", "a:b")
-    assert "choose one" in fails("convert", file.path, out, *both, code=2)
     assert "is a file" in fails("consolidate", file.path, out, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text"]
 

@@ -19,9 +19,8 @@ from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from megastrategy.tools.checkpoint_parts import read_file
-from megastrategy.tools.conversion import consolidate, convert
-from megastrategy.tools.param_names import names_from, names_from_module
-from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
+from megastrategy.tools.conversion import consolidate, convert, names_from
+from tests.doors.fits import BATCHES_PER_EPOCH, assert_same_tensors
 from tests.doors.lightning.test_lightning_checkpoints import (
     amsgrad_in_groups,
     assert_same_value,
@@ -32,8 +31,6 @@ from tests.doors.rank_processes import Ranks
 from tests.support.optimizers import KeepsNested, MatricesAndRest
 
 from .conftest import SHARDED, Saved
-
-CODE = "tests.tools.conftest:in_groups"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -74,9 +71,9 @@ def test_consolidated_directory_is_ddps_file(directory: Saved, file: Saved, tmp_
 
 
 def test_converted_file_is_the_ranks_directory(directory: Saved, file: Saved, tmp_path: Path) -> None:
-    """Loaded as any number of ranks would; the names are from the code."""
+    """Loaded as any number of ranks would."""
     whole = read_file(file.path)
-    convert(whole, names_from_module(CODE, whole), tmp_path / "sharded.ckpt")
+    convert(whole, names_from(directory.path), tmp_path / "sharded.ckpt")
     assert_same_directories(tmp_path / "sharded.ckpt", directory.path)
     assert [path.name for path in tmp_path.iterdir()] == ["sharded.ckpt"]
 
@@ -96,7 +93,7 @@ def test_runs_resume_from_either(
     """Losses and weights to the bit: sharded -> file -> "ddp", and "ddp" -> directory -> sharded."""
     consolidate(directory.path, tmp_path / "whole.ckpt")
     whole = read_file(file.path)
-    convert(whole, names_from_module(CODE, whole), tmp_path / "sharded.ckpt")
+    convert(whole, names_from(directory.path), tmp_path / "sharded.ckpt")
     consolidate(bf16["sharded"].path, tmp_path / "bf16.ckpt")
     runs = [
         (directory, ranks.run(resume, "ddp", str(tmp_path / "whole.ckpt"), amsgrad_in_groups)),
@@ -227,42 +224,6 @@ def test_state_converts_as_ranks_write_it(ranks: Ranks, tmp_path: Path, make: Ma
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
-def swapped() -> tuple[nn.Module, torch.optim.Optimizer]:
-    module = AwkwardModule()
-    first, second, third, *rest = module.parameters()
-    return module, torch.optim.AdamW([{"params": [first, second]}, {"params": []}, {"params": [*rest, third]}])
-
-
-def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    module = AwkwardModule()
-    return module, [torch.optim.SGD(module.parameters()), torch.optim.SGD(module.parameters())]
-
-
-def of_strangers() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return AwkwardModule(), torch.optim.SGD(nn.Linear(2, 2).parameters())
-
-
-def broken() -> nn.Module:
-    raise RuntimeError("no data here")
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("swapped", r"its parameter \d+ cannot be '[\w.]+' of shape \(.*\), since '\w+' has shape \("),
-        ("two_optimizers", r"makes 2 optimizer\(s\), .* has 1"),
-        ("of_strangers", "an optimizer has a parameter that the module has not"),
-        ("broken", "failed with RuntimeError: no data here"),
-        ("absent", "has no attribute 'absent'"),
-    ],
-)
-def test_code_of_another_run_is_refused(file: Saved, tmp_path: Path, code: str, message: str) -> None:
-    whole = read_file(file.path)
-    with pytest.raises(CheckpointError, match=message):
-        convert(whole, names_from_module(f"{__name__}:{code}", whole), tmp_path / "sharded.ckpt")
-    assert list(tmp_path.iterdir()) == []
 
 
 def rename(groups: list[list[str]], old: str, new: str) -> list[list[str]]:

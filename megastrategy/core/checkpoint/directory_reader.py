@@ -57,6 +57,8 @@ class OpenDirectory:
         try:
             metadata = self._reader().read_metadata()
             missing = describe_missing_file(metadata.storage_data.values(), self._sizes())
+        except CheckpointError:
+            raise
         # A broken pickle may raise anything, down to AttributeError and EOFError, and so may a store's client.
         except Exception as error:
             raise CheckpointError(

@@ -26,8 +26,7 @@ from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, to_host
 from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.contents import inspect_checkpoint
-from megastrategy.tools.conversion import consolidate, convert
-from megastrategy.tools.param_names import names_from
+from megastrategy.tools.conversion import consolidate, convert, names_from
 from tests.support.engines import ENGINES
 from tests.support.processes import run_processes
 from tests.support.sharded_training import assert_same
