@@ -76,7 +76,7 @@ def assert_all_files_are_whole(folder: Path) -> None:
 def assert_all_in_store_are_whole(url: str) -> None:
     """Interrupted ones, whose names are visible, are not checkpoints."""
     store = RemoteDirectory(url)
-    names = store.file_system().ls(url, detail=False) if store.kind() == "directory" else []
+    names = store.file_system().ls(url, detail=False) if store.is_dir() else []
     for place in (RemoteDirectory(store.object(name.rsplit("/", 1)[-1])) for name in names):
         if is_directory_checkpoint(place):
             assert OpenDirectory(place).read("model")

@@ -8,10 +8,8 @@ read it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -83,8 +81,7 @@ def place_of_directory(path: str | Path) -> Directory:
 def existing_directory(path: str | Path) -> Directory | None:
     """Returns the place of an existing directory, complete or not; None for a file, or if nothing exists."""
     place = place_of_directory(path)
-    is_there = place.kind() == "directory" if isinstance(place, RemoteDirectory) else place.is_dir()
-    return place if is_there else None
+    return place if place.is_dir() else None
 
 
 def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict[str, Any]:
@@ -188,9 +185,7 @@ def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> 
     Raises:
         FileNotFoundError: if it does not exist.
     """
-    content = directory.read(EXTRA_FILE)
-    if content is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.object(EXTRA_FILE))
+    content = directory.file_system().cat_file(directory.object(EXTRA_FILE))
     return torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
 
 

@@ -10,7 +10,6 @@ from concurrent.futures import wait as wait_for
 from typing import Any, cast
 
 from ..core import CheckpointError, Collectives, Directory, to_host
-from .held_signals import HeldSignals
 
 
 def save_directory(
@@ -37,29 +36,21 @@ def save_directory(
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; an older checkpoint at ``path`` is unchanged.
-        KeyboardInterrupt: on all ranks after Ctrl-C on any of them that comes before its last tensor is written; the
-            same for any BaseException.
+        KeyboardInterrupt: on all ranks after Ctrl-C on any of them while it writes; the same for any BaseException.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from .writers import PlannerInOrder, make_writer
+    from .writers import make_writer
 
-    with HeldSignals() as signals:
-        writer = make_writer(path, extra, signals, is_apart)
-        group = None if collectives is None else collectives.group
-        try:
-            with _failures_named(path), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*to save in a single process")
-                save(
-                    state,
-                    storage_writer=writer,
-                    planner=PlannerInOrder(signals),
-                    process_group=group,
-                    no_dist=collectives is None,
-                )
-        except BaseException:
-            writer.discard()
-            raise
+    writer = make_writer(path, extra, is_apart)
+    group = None if collectives is None else collectives.group
+    try:
+        with _failures_named(path), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*to save in a single process")
+            save(state, storage_writer=writer, process_group=group, no_dist=collectives is None)
+    except BaseException:
+        writer.discard()
+        raise
 
 
 class BackgroundSave:
@@ -71,16 +62,12 @@ class BackgroundSave:
     def __init__(self, state: dict[str, Any], extra: dict[str, Any], path: Directory, collectives: Collectives) -> None:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        from .writers import PlannerInOrder, make_writer
+        from .writers import make_writer
 
-        signals = HeldSignals()  # not entered: Python delivers no signals to threads
         self._path = path
-        self._writer = make_writer(path, to_host(extra), signals, is_apart=False)
+        self._writer = make_writer(path, to_host(extra), is_apart=False)
         self._future = cast(
-            Future[Any],
-            async_save(
-                state, storage_writer=self._writer, planner=PlannerInOrder(signals), process_group=collectives.group
-            ),
+            Future[Any], async_save(state, storage_writer=self._writer, process_group=collectives.group)
         )
         self._actions: list[Callable[[], None]] = []
 

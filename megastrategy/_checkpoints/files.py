@@ -19,11 +19,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import pickle
-import struct
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..core import CheckpointError
-from .paths import check_replaceable, reason_of, replace_path, sync_directory
+from .paths import check_replaceable, replace_path, sync_directory
 
 _ZIP_START = b"PK\x03\x04"
-_LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
-"""The pickled number at the start of files of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
 
 
 def save_file(state: Any, path: str | Path) -> None:
@@ -48,26 +44,40 @@ def save_file(state: Any, path: str | Path) -> None:
     Raises:
         OSError: if it cannot be written, with the path.
     """
-    outer = sys.exception()
     target = Path(path)
     part = target.with_name(f".{target.name}.incomplete")
     try:
-        check_replaceable(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(state, part)
-        replace_path(part, target)
+        with reported_by_the_system():
+            check_replaceable(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_synced(state, part)
+            replace_path(part, target)
     except BaseException as error:
         with contextlib.suppress(OSError):  # most often since its directory does not exist
             part.unlink()
-        cause = reason_of(error, outer)
-        if not isinstance(cause, OSError):
-            if cause is error:
-                raise
-            raise cause from error
-        where = f": {cause.filename}" if cause.filename not in (None, str(part)) else ""
-        reason = f"the checkpoint was not saved ({cause.strerror}{where}), and what had its name before is as it was"
-        raise OSError(cause.errno, reason, str(target)) from error
+        if not isinstance(error, OSError):
+            raise
+        where = f": {error.filename}" if error.filename not in (None, str(part)) else ""
+        reason = f"the checkpoint was not saved ({error.strerror}{where}), and what had its name before is as it was"
+        raise OSError(error.errno, reason, str(target)) from error
     sync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def reported_by_the_system() -> Iterator[None]:
+    """Raises the system's error, or the interrupt, where torch.save reports it in its own words ("unexpected pos")."""
+    outer = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and reason is not outer:  # which was handled before the write, and is not the reason
+            if isinstance(reason, OSError) or not isinstance(reason, Exception):
+                break
+            reason = reason.__cause__ or reason.__context__
+        if reason in (None, outer, error):
+            raise
+        raise reason from error
 
 
 def write_synced(state: Any, path: Path) -> None:
@@ -89,7 +99,7 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
     try:
         return torch.load(path, map_location, weights_only=weights_only, mmap=is_zip)
     except Exception as error:
-        problem = _problem(Path(path), error)
+        problem = _problem(Path(path), is_zip)
         # The file is complete, and the error is about its contents, like a class that must not be loaded.
         if problem is None:
             error.add_note(f"while loading the checkpoint {path}")
@@ -111,30 +121,22 @@ def local_path(path: str | Path) -> Path | None:
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
 
 
-def _problem(path: Path, error: Exception) -> str | None:
+def _problem(path: Path, is_zip: bool) -> str | None:
     """Says why the file is no complete one of torch.save, and what to do; None if it is one."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(max(len(_ZIP_START), len(_LEGACY_START)))
-    cut_off = (
-        f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in place. "
-        "Resume from another checkpoint"
-    )
     # A machine that crashed before the content was on the disk leaves a name without content.
     if size == 0:
         return "is empty: its writer was ended before it wrote. Resume from another checkpoint"
-    if start.startswith(_ZIP_START):
-        # A zip file has its directory at the end, so one that was cut off has none.
-        if not zipfile.is_zipfile(path):
-            return cut_off
+    # A zip file has its directory at the end, so one that was cut off has none.
+    if is_zip and not zipfile.is_zipfile(path):
+        return (
+            f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in place. "
+            "Resume from another checkpoint"
+        )
+    if is_zip:
         with zipfile.ZipFile(path) as archive:
             if any(name.split("/")[1:] == ["data.pkl"] for name in archive.namelist()):
                 return None
-    # This format has no directory: only the error of reading distinguishes a cut from an object that must not be
-    # loaded. A file shorter than the mark matches a part of it.
-    elif start.startswith(_LEGACY_START[: len(start)]):
-        short = isinstance(error, EOFError | IndexError | struct.error) or size < len(_LEGACY_START)
-        return cut_off if short or "EOF" in str(error) or "truncated" in str(error) else None
     return "is no checkpoint: torch.save did not write it. Check the path"
 
 

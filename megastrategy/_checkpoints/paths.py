@@ -15,20 +15,6 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def reason_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Returns the system's error or the interrupt in an exception's chain of causes; ``error`` if there is none.
-
-    torch.save reports a full disk, and Ctrl-C, with messages of its own ("unexpected pos"). ``outer`` was being handled
-    before the write, so it may be in the chain, but is not the reason.
-    """
-    each: BaseException | None = error
-    while each is not None and each is not outer:
-        if isinstance(each, OSError) or not isinstance(each, Exception):
-            return each
-        each = each.__cause__ or each.__context__
-    return error
-
-
 def check_replaceable(path: Path) -> None:
     """Raises IsADirectoryError for a directory that is no checkpoint: a user's files must not be removed."""
     if path.is_dir() and not is_directory_checkpoint(path) and any(path.iterdir()):

@@ -1,4 +1,4 @@
-"""torch's writers and planner, for directories that are complete or missing.
+"""torch's writers, for directories that are complete or missing.
 
 torch calls a writer on all ranks, and its ``prepare_global_plan`` and ``finish`` on rank 0 only: before the first rank
 writes, and after the last one has written. An error in any of these calls is raised on all ranks, so that none waits.
@@ -9,35 +9,24 @@ Importing this takes half a second, which is paid only to save directories.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import io
-import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..core import EXTRA_FILE, MARKER, Directory, RemoteDirectory, describe_missing_file, to_host
-from .files import write_synced
-from .held_signals import HeldSignals
-from .paths import check_replaceable, reason_of, remove_path, removed_name, replace_path, sync_directory
+from ..core import EXTRA_FILE, Directory, RemoteDirectory, describe_missing_file, to_host
+from .files import reported_by_the_system, write_synced
+from .paths import check_replaceable, remove_path, removed_name, replace_path, sync_directory
 
 
-def make_writer(
-    path: Directory, extra: dict[str, Any], signals: HeldSignals, is_apart: bool
-) -> DiskWriter | StoreWriter:
+def make_writer(path: Directory, extra: dict[str, Any], is_apart: bool) -> DiskWriter | StoreWriter:
     """Returns the writer of one directory, for one save; the arguments are those of ``save_directory``."""
-    if isinstance(path, RemoteDirectory):
-        return StoreWriter(path, extra, signals)
-    return DiskWriter(path, extra, signals, is_apart)
+    return StoreWriter(path, extra) if isinstance(path, RemoteDirectory) else DiskWriter(path, extra, is_apart)
 
 
 class DiskWriter(FileSystemWriter):
@@ -46,11 +35,10 @@ class DiskWriter(FileSystemWriter):
     An older checkpoint of that name exists until then. If ``is_apart``, every rank writes at its own path at once.
     """
 
-    def __init__(self, target: Path, extra: dict[str, Any], signals: HeldSignals, is_apart: bool) -> None:
+    def __init__(self, target: Path, extra: dict[str, Any], is_apart: bool) -> None:
         super().__init__(target if is_apart else target.with_name(f".{target.name}.incomplete"))
         self._target = target
         self._extra = extra
-        self._signals = signals
         self._is_apart = is_apart
         self._has_directory = False
 
@@ -64,7 +52,6 @@ class DiskWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._signals.deliver()
         if not self._is_apart:
             self._make_directory()
         return super().prepare_global_plan(plans)
@@ -77,12 +64,11 @@ class DiskWriter(FileSystemWriter):
         self._has_directory = True
 
     def write_data(self, *arguments: Any) -> Any:
-        with _reported_by_the_system():
+        with reported_by_the_system():
             return super().write_data(*arguments)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._signals.deliver()
-        with _reported_by_the_system():
+        with reported_by_the_system():
             super().finish(metadata, results)
             write_synced(self._extra, Path(self.path) / EXTRA_FILE)
         if not self._is_apart:
@@ -101,13 +87,12 @@ class DiskWriter(FileSystemWriter):
 class StoreWriter(FsspecWriter):
     """Writes a directory in an object store; see remote_directory's [Note: complete without a rename]."""
 
-    def __init__(self, directory: RemoteDirectory, extra: dict[str, Any], signals: HeldSignals) -> None:
+    def __init__(self, directory: RemoteDirectory, extra: dict[str, Any]) -> None:
         # An object exists when its put returns. With sync_files torch would sync every disk of the machine, since an
         # object has no file descriptor.
         super().__init__(directory.url, sync_files=False)
         self._directory = directory
         self._extra = extra
-        self._signals = signals
 
     def stage(self, state_dict: Any) -> Any:
         """Copies the state to host memory, for a save in the background."""
@@ -117,17 +102,15 @@ class StoreWriter(FsspecWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._signals.deliver()
         self._directory.prepare()
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the checkpoint: ``.metadata`` is the last object, and put at once, where torch would rename one.
+        """Completes the checkpoint: ``.metadata`` is the last object.
 
         Raises:
             FileNotFoundError: if the parts of some rank are not in the store that this rank reaches.
         """
-        self._signals.deliver()
         places = [result.storage_data for of_rank in results for result in of_rank]
         # A rank may reach another store, or another view of it with other credentials, which only this check finds.
         missing = describe_missing_file(places, self._directory.sizes().get)
@@ -136,49 +119,10 @@ class StoreWriter(FsspecWriter):
                 f"{missing}, though its rank has written it: do all ranks reach the same {self._directory.url}? A "
                 "memory:// is each process's own"
             )
-        buffer = io.BytesIO()
-        torch.save(self._extra, buffer)
-        self._directory.put(EXTRA_FILE, buffer.getvalue())
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_meta = self.storage_meta()
-        self._directory.put(MARKER, pickle.dumps(metadata))
+        file: Any
+        with self.fs.create_stream(self._directory.object(EXTRA_FILE), "wb") as file:
+            torch.save(self._extra, file)
+        super().finish(metadata, results)
 
     def discard(self) -> None:
         """Leaves what was written: without ``.metadata`` it is no checkpoint, and the next save writes over it."""
-
-
-class PlannerInOrder(DefaultSavePlanner):
-    """Lists names in the order of ranks, as one process would have saved them.
-
-    torch's own order begins with the last rank's names, which lack those that only the first rank writes.
-    """
-
-    def __init__(self, signals: HeldSignals) -> None:
-        super().__init__()
-        self._signals = signals
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        in_order: dict[str, Any] = {}
-        for plan in all_plans:
-            in_order |= {name: place for name, place in plan.planner_data.items() if name not in in_order}
-        self.metadata = dataclasses.replace(metadata, planner_data=in_order)
-        return plans, self.metadata
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        self._signals.deliver()
-        return super().resolve_data(write_item)
-
-
-@contextlib.contextmanager
-def _reported_by_the_system() -> Iterator[None]:
-    """Raises the system's error where torch.save reports a failed write in its own words."""
-    outer = sys.exception()
-    try:
-        yield
-    except Exception as error:
-        reason = reason_of(error, outer)
-        if reason is error:
-            raise
-        raise reason from error

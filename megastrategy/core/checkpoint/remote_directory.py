@@ -22,7 +22,7 @@ MARKER = ".metadata"
 EXTRA_FILE = "meta.pt"
 """The file with everything except tensors of the model or of an optimizer; the name is Lightning's."""
 
-_OUR_NAMES = re.compile(r"meta\.pt|__\d+_\d+\.distcp")
+_OUR_NAMES = re.compile(r"meta\.pt|\.metadata\.tmp|__\d+_\d+\.distcp")
 """Names of files in an incomplete directory that this package or another user of torch.distributed.checkpoint wrote."""
 
 
@@ -49,29 +49,27 @@ class RemoteDirectory:
             ImportError: if it lacks the package for it.
         """
         # Torch requires fsspec, so it is installed. The import is paid only for URLs.
-        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-        store = FileSystem()
-        store.init_path(self.url)
-        found: Any = store.fs
-        found.invalidate_cache()
-        return found
+        file_system, _ = url_to_fs(self.url)
+        file_system.invalidate_cache()
+        return file_system
 
     def object(self, name: str) -> str:
         """Returns the URL of an object in it."""
         return f"{self.url}/{name}"
 
-    def kind(self) -> str | None:
-        """Returns "directory", or "file" if an object has that name; None if nothing exists.
+    def is_dir(self) -> bool:
+        """Returns whether objects exist in it.
 
         Raises:
             OSError: if the store does not answer, or rejects the credentials.
         """
-        # Not by isfile() or exists(), which return False for a store that does not answer.
+        # Not by fsspec's isdir(), which returns False for a store that does not answer.
         try:
-            return str(self.file_system().info(self.url)["type"])
+            return bool(self.file_system().info(self.url)["type"] == "directory")
         except FileNotFoundError:
-            return None
+            return False
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of each object in it, by name."""
@@ -81,26 +79,12 @@ class RemoteDirectory:
             return {}
         return {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in found if entry["type"] == "file"}
 
-    def read(self, name: str) -> bytes | None:
-        """Returns the content of an object; None if it does not exist."""
-        try:
-            content: bytes = self.file_system().cat_file(self.object(name))
-        except FileNotFoundError:
-            return None
-        return content
-
-    def put(self, name: str, content: bytes) -> None:
-        """Writes an object atomically: readers see all of it, or nothing."""
-        self.file_system().pipe_file(self.object(name), content)
-
     def prepare(self) -> None:
         """Makes the directory, on file systems that have directories.
 
         Raises:
             OSError: if a complete checkpoint exists there, or something that is no checkpoint.
         """
-        if self.kind() == "file":
-            raise FileExistsError(errno.EEXIST, "it is a file, and a store would have both", self.url)
         names = self.sizes()
         if MARKER in names:
             raise FileExistsError(
@@ -116,21 +100,15 @@ class RemoteDirectory:
 
     def remove(self) -> None:
         """Removes all of it. If that is interrupted, the rest is no checkpoint."""
-        if MARKER in self.sizes():
-            self._remove([self.object(MARKER)])
-        if self.kind() is not None:
-            self._remove([self.url], recursive=True)
-
-    def _remove(self, urls: list[str], *, recursive: bool = False) -> None:
         file_system = self.file_system()
-        # Together, which takes one request for a thousand objects; unless the URL would be read as a pattern.
-        if not set("*?[") & set(self.url):
-            if urls:
-                file_system.rm(urls, recursive=recursive)
+        if MARKER in self.sizes():
+            file_system.rm_file(self.object(MARKER))
+        if not set("*?[") & set(self.url):  # together, which takes one request for a thousand objects
+            if self.is_dir():
+                file_system.rm(self.url, recursive=True)
             return
-        for url in urls:
-            for name in file_system.find(url) if recursive else [url]:
-                file_system.rm_file(name)
+        for name in self.file_system().find(self.url):  # rm() would read the URL as a pattern
+            file_system.rm_file(name)
 
 
 Directory = Path | RemoteDirectory
