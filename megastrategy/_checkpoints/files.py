@@ -95,11 +95,11 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
         CheckpointError: if it is empty, cut off, or not a file of ``torch.save``.
     """
     with open(path, "rb") as file:
-        is_zip = file.read(len(_ZIP_START)) == _ZIP_START
+        start = file.read(len(_ZIP_START))
     try:
-        return torch.load(path, map_location, weights_only=weights_only, mmap=is_zip)
+        return torch.load(path, map_location, weights_only=weights_only, mmap=start == _ZIP_START)
     except Exception as error:
-        problem = _problem(Path(path), is_zip)
+        problem = _problem(Path(path), start)
         # The file is complete, and the error is about its contents, like a class that must not be loaded.
         if problem is None:
             error.add_note(f"while loading the checkpoint {path}")
@@ -121,12 +121,15 @@ def local_path(path: str | Path) -> Path | None:
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
 
 
-def _problem(path: Path, is_zip: bool) -> str | None:
+def _problem(path: Path, start: bytes) -> str | None:
     """Says why the file is no complete one of torch.save, and what to do; None if it is one."""
     size = path.stat().st_size
     # A machine that crashed before the content was on the disk leaves a name without content.
     if size == 0:
         return "is empty: its writer was ended before it wrote. Resume from another checkpoint"
+    if start.startswith(b"\x80"):  # a pickle, as torch wrote until 2020: torch's own error says what is wrong
+        return None
+    is_zip = start == _ZIP_START
     # A zip file has its directory at the end, so one that was cut off has none.
     if is_zip and not zipfile.is_zipfile(path):
         return (

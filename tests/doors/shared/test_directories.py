@@ -211,7 +211,8 @@ def resume_from_nothing(url: str) -> list[str]:
 
 def test_what_is_not_complete_is_refused_by_name(ranks: Ranks, url: str) -> None:
     place = RemoteDirectory(f"{url}/last.ckpt")
-    place.put("a1b2c3d4__0_0.distcp", b"left by a save that was cut off")
+    part = place.object("a1b2c3d4__0_0.distcp")
+    place.file_system().pipe_file(part, b"left by a save that was cut off")
     for incomplete, missing in ranks.run(resume_from_nothing, url):
         assert incomplete.startswith(f"{place} is no complete sharded checkpoint")
         assert "other.ckpt" in missing
