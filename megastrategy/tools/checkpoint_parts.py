@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,7 +243,8 @@ def by_name(
         source: where the state is from, for errors.
 
     Raises:
-        CheckpointError: if the names are not those of this optimizer's parameters, as far as can be seen.
+        CheckpointError: if groups have other sizes, or a name is not among the weights. Names in another order are
+            refused by the optimizer that reads the directory, where shapes differ.
     """
     groups = optimizer["param_groups"]
     lengths = [len(group) for group in names]
@@ -263,41 +264,8 @@ def by_name(
     if absent:
         number, name = absent[0]
         raise CheckpointError(f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights")
-    # names of another order pass the count; shapes of state show it in most cases
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, Tensor)}
-    for key, shapes_of_state in _element_wise_shapes(optimizer["state"], shapes.values()).items():
-        for number, shape in shapes_of_state.items():
-            if number not in name_of:
-                continue
-            weight_shape = shapes.get(name_of[number])
-            if weight_shape != shape:
-                raise CheckpointError(
-                    f"{source}: its parameter {number} cannot be {name_of[number]!r} of shape {weight_shape}, since "
-                    f"{key!r} has shape {shape}"
-                )
     return {
         **optimizer,
         "state": {name_of[number]: values for number, values in optimizer["state"].items()},
         "param_groups": [{**group, "params": list(members)} for group, members in zip(groups, names, strict=True)],
     }
-
-
-def _element_wise_shapes(
-    state: Mapping[int, Mapping[str, Any]], weights: Iterable[tuple[int, ...]]
-) -> dict[str, dict[int, tuple[int, ...]]]:
-    """By key, the shapes by parameter of the state that has one number for each element, as far as can be seen.
-
-    Some naming of the parameters explains these shapes: each is the shape of a different weight. Rows, factors and
-    blocks, of optimizers that need whole parameters, have other shapes, or the same one too often.
-
-    Args:
-        state: by parameter number.
-        weights: the shapes of all weights.
-    """
-    shapes_by_key: dict[str, dict[int, tuple[int, ...]]] = {}
-    for number, values in state.items():
-        for key, value in values.items():
-            if isinstance(value, Tensor) and value.numel() > 1:
-                shapes_by_key.setdefault(key, {})[number] = tuple(value.shape)
-    of_weights = Counter(weights)
-    return {key: shapes for key, shapes in shapes_by_key.items() if Counter(shapes.values()) <= of_weights}

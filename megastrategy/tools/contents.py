@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import EXTRA_FILE
 from .checkpoint_parts import Parts, read_directory_parts, read_file
 
 
@@ -107,34 +108,24 @@ def _plain(value: Any) -> str:
 def loads_with(contents: Contents) -> list[tuple[str, str]]:
     """Lists the programs that can load it, and how; also losses, and steps that have to come first."""
     parts = contents.parts
-    has_optimizers = any(optimizer.groups for optimizer in contents.optimizers)
-    resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
+    is_file = parts.kind == "file"
     # bare weights or a bare optimizer state, which no strategy's resume finds under its keys
     if set(parts.models) == {""} or "" in parts.optimizers:
-        resume = "module.load_state_dict" if parts.models else "optimizer.load_state_dict"
-        return (
-            [("any strategy", f"{resume}(torch.load(PATH)), before training")]
-            if parts.kind == "file"
-            else [("torch.distributed.checkpoint", "dcp.load(module.state_dict(), checkpoint_id=PATH)")]
-        )
-    if not has_optimizers:
+        target = "module" if parts.models else "optimizer"
+        load = "torch.load(PATH)" if is_file else "the state that torch.distributed.checkpoint.load reads"
+        return [("plain torch", f"{target}.load_state_dict({load}), before training")]
+    resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
+    if not any(optimizer.groups for optimizer in contents.optimizers):
         resume += ", weights only: it holds no optimizer"
-    rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
-    if parts.kind == "file":
-        return [
-            ('"megatron_ddp"', resume),
-            ('"ddp", "auto"', resume + rounded),
-            ("plain torch", "torch.load(PATH), and load_state_dict of what is in it" + rounded),
-            ("a directory", "megastrategy checkpoint convert PATH DIR, for ranks that each read their part"),
-        ]
+    if is_file:
+        rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
+        return [('"megatron_ddp"', resume), ('"ddp", "auto", plain torch', resume + rounded)]
     # torch.distributed.checkpoint writes directories without it, which Lightning refuses
-    complete = (parts.path / "meta.pt").is_file()
-    ours = resume if complete else "not by a Trainer or Fabric, whose directories have a meta.pt"
+    if not (parts.path / EXTRA_FILE).is_file():
+        resume = "not by a Trainer or Fabric, whose directories have a meta.pt"
     return [
-        ('"megatron_ddp"', ours),
-        ('"ddp", "auto"', "not a directory: megastrategy checkpoint consolidate PATH"),
-        ("FSDP", "the layout is Lightning's own for it; not tried by this project"),
-        ("plain torch", "torch.distributed.checkpoint, or consolidate it first"),
+        ('"megatron_ddp"', resume),
+        ('"ddp", "auto", plain torch', "not a directory: megastrategy checkpoint consolidate PATH"),
     ]
 
 

@@ -150,7 +150,9 @@ class _Targets:
             self.names[id(param)]: (tuple(param.shape), dense_stride(param.shape, param.stride()))
             for param in optimizer.params()
         }
-        self._per_element = per_element_keys(_sizes_of_state(directory.metadata, key), _names(optimizer))
+        names = optimizer.element_names
+        sizes = _sizes_of_state(directory.metadata, key)
+        self._per_element = per_element_keys(sizes, None if names is None else set(names))
         self._cut = _cut_params(optimizer)
 
     def make(self, place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
@@ -229,10 +231,6 @@ class _Targets:
         optimizer.prepare()
         full_state.load_groups(optimizer, groups, without_runs, {})
         state.put_beside_main_params(optimizer, local)
-
-
-def _names(optimizer: ShardedOptimizer) -> set[str] | None:
-    return set(optimizer.element_names) if optimizer.element_names is not None else None
 
 
 def _described(what: str) -> str:
