@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from ._checkpoints.directories import place_of_directory
 from ._versions import RAY, require
+from .core import directory_at
 
 require("ray.train.lightning", RAY)
 
@@ -78,7 +78,7 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
     del _given
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
-        own = place_of_directory(filepath)
+        own = directory_at(filepath)
         # a store is the same for all, whatever the name
         parent = own.parent if isinstance(own, Path) else None
         of_rank_zero = self.broadcast(parent)

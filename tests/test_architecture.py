@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
     "fabric": {"_lightning", "_checkpoints", "_versions"},
     "lightning_fabric": {"_lightning", "_checkpoints", "_versions"},
-    "ray": {"lightning", "pytorch_lightning", "_checkpoints", "_versions"},
+    "ray": {"core", "lightning", "pytorch_lightning", "_versions"},
     "accelerate": {
         "core",
         "_expert_mesh",

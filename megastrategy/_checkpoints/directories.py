@@ -26,11 +26,12 @@ from ..core import (
     DistributedOptimizer,
     OpenDirectory,
     RemoteDirectory,
+    directory_at,
     is_directory_checkpoint,
     names_elsewhere,
 )
 from .directory_writer import BackgroundSave, save_directory
-from .files import load_file, local_path, unmapped_copy
+from .files import load_file, unmapped_copy
 from .foreign import describe_deepspeed
 from .not_tensors import NOT_TENSORS
 from .paths import remove_path, removed_name
@@ -73,14 +74,9 @@ def remove_directory(path: Directory) -> None:
     remove_path(removed)
 
 
-def place_of_directory(path: str | Path) -> Directory:
-    """Returns the place of a directory: a Path on a local or mounted file system, otherwise a RemoteDirectory."""
-    return local_path(path) or RemoteDirectory(str(path).rstrip("/"))
-
-
 def existing_directory(path: str | Path) -> Directory | None:
     """Returns the place of an existing directory, complete or not; None for a file, or if nothing exists."""
-    place = place_of_directory(path)
+    place = directory_at(path)
     return place if place.is_dir() else None
 
 

@@ -112,15 +112,6 @@ def unmapped_copy(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def local_path(path: str | Path) -> Path | None:
-    """Returns the file that fsspec would open for ``path``, or None if it is not on a local file system."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-
-    file_system, stripped = url_to_fs(str(path))
-    return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
-
-
 def _problem(path: Path, start: bytes) -> str | None:
     """Says why the file is no complete one of torch.save, and what to do; None if it is one."""
     size = path.stat().st_size

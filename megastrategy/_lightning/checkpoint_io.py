@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._checkpoints.files import load_file, local_path, save_file
+from .._checkpoints.files import load_file, save_file
+from ..core import directory_at
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -22,8 +23,8 @@ class CompleteFileIO(_Base):
     """Comes before a package's ``TorchCheckpointIO``, which handles remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        local = local_path(path)
-        if local is None or storage_options is not None:  # options are refused by Lightning's
+        local = directory_at(path)
+        if not isinstance(local, Path) or storage_options is not None:  # options are refused by Lightning's
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             save_file(checkpoint, local)
@@ -34,8 +35,8 @@ class CompleteFileIO(_Base):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        local = local_path(path)
-        if local is None or not local.exists():  # a missing file is reported by Lightning's
+        local = directory_at(path)
+        if not isinstance(local, Path) or not local.exists():  # a missing file is reported by Lightning's
             return super().load_checkpoint(path, map_location, weights_only)
         loaded: dict[str, Any] = load_file(local, map_location, weights_only)
         return loaded

@@ -27,7 +27,6 @@ from .._checkpoints.directories import (
     check_state_dict_type,
     existing_directory,
     load_trainer_directory,
-    place_of_directory,
     refuse_storage_options,
     remove_directory,
 )
@@ -47,6 +46,7 @@ from ..core import (
     adapt_scaler,
     announce_tokens,
     combine_listeners,
+    directory_at,
     to_host,
 )
 from ..data import sampler_of
@@ -537,7 +537,7 @@ class TrainerStrategy(_Base):
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""
-        return place_of_directory(super().broadcast(filepath)), False
+        return directory_at(super().broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""

@@ -11,6 +11,7 @@ from .checkpoint import (
     OpenDirectory,
     RemoteDirectory,
     describe_missing_file,
+    directory_at,
     is_directory_checkpoint,
 )
 from .collectives import (
@@ -106,6 +107,7 @@ __all__ = [
     "cut_state",
     "describe_missing_file",
     "describe_unreduced",
+    "directory_at",
     "domain_of_all",
     "dtensors_of",
     "field_names",

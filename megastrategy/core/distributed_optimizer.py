@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .checkpoint import (
+    OpenDirectory,
     as_on_rank_zero,
     completed_state,
+    directory_at,
     has_main_params,
-    open_directory,
     parts_of_main_params,
     parts_of_state,
     parts_to_write,
@@ -538,7 +539,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        return read_parts(self._impl, open_directory(path), key)
+        directory = path if isinstance(path, OpenDirectory) else OpenDirectory(directory_at(path))
+        return read_parts(self._impl, directory, key)
 
     # --- copies -------------------------------------------------------------------------------------------------------
 

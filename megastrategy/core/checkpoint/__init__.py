@@ -2,7 +2,7 @@
 
 from .completeness import describe_missing_file
 from .directories import parts_to_write, read_parts
-from .directory_reader import OpenDirectory, is_directory_checkpoint, open_directory
+from .directory_reader import OpenDirectory, is_directory_checkpoint
 from .model_parallel import (
     as_on_rank_zero,
     completed_state,
@@ -13,7 +13,7 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory
+from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, directory_at
 from .torch_helpers import with_device, without_device
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "as_on_rank_zero",
     "completed_state",
     "describe_missing_file",
+    "directory_at",
     "has_main_params",
     "is_directory_checkpoint",
-    "open_directory",
     "parts_of_main_params",
     "parts_of_state",
     "parts_to_write",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..module import dtensors_of, empty_like_part
 from .completeness import describe_missing_elements, describe_missing_file
-from .remote_directory import MARKER, Directory, RemoteDirectory, directory_at
+from .remote_directory import MARKER, Directory, RemoteDirectory
 
 if TYPE_CHECKING:  # importing it takes half a second, which is paid only to save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -30,11 +29,6 @@ def is_directory_checkpoint(path: Directory) -> bool:
     if isinstance(path, RemoteDirectory):
         return MARKER in path.sizes()
     return (path / MARKER).is_file()
-
-
-def open_directory(path: str | Path | RemoteDirectory | OpenDirectory) -> OpenDirectory:
-    """Returns the directory at a path or URL; one that is open already as it is."""
-    return path if isinstance(path, OpenDirectory) else OpenDirectory(directory_at(path))
 
 
 class OpenDirectory:

@@ -48,10 +48,7 @@ class RemoteDirectory:
             ValueError: if fsspec knows no such protocol.
             ImportError: if it lacks the package for it.
         """
-        # Torch requires fsspec, so it is installed. The import is paid only for URLs.
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-        file_system, _ = url_to_fs(self.url)
+        file_system = _file_system_of(self.url)
         file_system.invalidate_cache()
         return file_system
 
@@ -116,7 +113,21 @@ Directory = Path | RemoteDirectory
 
 
 def directory_at(path: str | Path | RemoteDirectory) -> Directory:
-    """Returns the place for a user's argument: a string with a URL is remote, anything else is a path."""
-    if isinstance(path, str) and "://" in path:
-        return RemoteDirectory(path.rstrip("/"))
-    return path if isinstance(path, RemoteDirectory) else Path(path)
+    """Returns the place at a path or URL: a Path on a local or mounted file system, otherwise a RemoteDirectory."""
+    if isinstance(path, RemoteDirectory):
+        return path
+    if "://" not in str(path) and "::" not in str(path):
+        return Path(path)
+    file_system = _file_system_of(str(path))
+    if "file" in file_system.protocol:
+        return Path(file_system._strip_protocol(str(path)))
+    return RemoteDirectory(str(path).rstrip("/"))
+
+
+def _file_system_of(url: str) -> Any:
+    # Torch requires fsspec, so it is installed. The import is paid only for URLs.
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+    store = FileSystem()
+    store.init_path(url)
+    return store.fs
