@@ -20,7 +20,6 @@ from .checkpoint import (
     as_on_rank_zero,
     completed_state,
     directory_at,
-    has_main_params,
     parts_of_main_params,
     parts_of_state,
     parts_to_write,
@@ -499,9 +498,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return whole_main_params(impl, gather)
 
     def _has_main_params(self) -> bool:
-        """Whether some rank has main params. Collective over a pipeline's ranks."""
-        is_here = any(spec.has_main_param for spec in self._impl.engine.layout.params)
-        return has_main_params(self._impl, is_here)
+        """Whether some rank may have main params: a pipeline's stage does not know about the others'."""
+        engine = self._impl.engine
+        return bool(engine.model_parallel.states) or any(spec.has_main_param for spec in engine.layout.params)
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Loads saved main params where they round to the present weights; elsewhere the weights are kept.

@@ -1,12 +1,10 @@
 """The optimizer's state in torch's formats, gathered from shards and cut into them."""
 
-from .completeness import describe_missing_file
 from .directories import parts_to_write, read_parts
-from .directory_reader import OpenDirectory, is_directory_checkpoint
+from .directory_reader import OpenDirectory, describe_missing_file, is_directory_checkpoint
 from .model_parallel import (
     as_on_rank_zero,
     completed_state,
-    has_main_params,
     parts_of_main_params,
     parts_of_state,
     require_everybody,
@@ -26,7 +24,6 @@ __all__ = [
     "completed_state",
     "describe_missing_file",
     "directory_at",
-    "has_main_params",
     "is_directory_checkpoint",
     "parts_of_main_params",
     "parts_of_state",

@@ -63,18 +63,6 @@ def _state_of_whole_params(impl: ShardedOptimizer, saved: dict[str, Any]) -> dic
     return {**saved, "state": whole}
 
 
-def has_main_params(impl: ShardedOptimizer, is_here: bool) -> bool:
-    """Whether some rank of the model has main params; ``is_here``: this one has. Collective over a pipeline's ranks."""
-    if not impl.engine.model_parallel.states:
-        return is_here
-    require_everybody(impl, _CALL.format(MAIN_PARAMS))
-    # A frozen stage has none, and takes part in the exchange.
-    for group in impl.engine.model_parallel.groups:
-        if group.state is not None and group.ranks is not None:
-            is_here = group.ranks.host.max_of_bytes([is_here]) == [1]
-    return is_here
-
-
 def whole_main_params(impl: ShardedOptimizer, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
     if impl.engine.model_parallel.collectives:
