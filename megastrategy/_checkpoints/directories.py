@@ -139,7 +139,7 @@ class DirectorySaver:
         if self._background is None:
             action()
         else:
-            self._background.run_after(action)
+            self._background.actions_after.append(action)
 
     def wait(self) -> None:
         """Returns when the save in the background is complete.

@@ -69,25 +69,21 @@ class BackgroundSave:
         self._future = cast(
             Future[Any], async_save(state, storage_writer=self._writer, process_group=collectives.group)
         )
-        self._actions: list[Callable[[], None]] = []
-
-    def run_after(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` in :meth:`finish`, if the save succeeds."""
-        self._actions.append(action)
+        self.actions_after: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Returns when the save has ended. Ctrl-C may interrupt this."""
         wait_for([self._future])
 
     def finish(self) -> None:
-        """Raises the error of a save that failed; otherwise runs the actions."""
+        """Raises the error of a save that failed; otherwise runs the actions after it."""
         try:
             with _failures_named(self._path):
                 self._future.result()
         except BaseException:
             self._writer.discard()
             raise
-        for action in self._actions:
+        for action in self.actions_after:
             action()
 
 

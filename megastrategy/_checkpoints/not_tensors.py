@@ -1,4 +1,4 @@
-"""The values in module states that are not tensors, in checkpoint directories."""
+"""The keys of this package in checkpoints; the values in module states that are not tensors, in directories."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""Key in a checkpoint of 16-bit weights: the full fp32 main params by parameter name, in a list by optimizer (Trainer)
+or by the optimizer's key in the saved state (Fabric)."""
 
 NOT_TENSORS = "megatron_ddp_not_tensors"
 """The key in ``EXTRA_FILE`` of values in module states that are not tensors (``_extra_state``), by module.

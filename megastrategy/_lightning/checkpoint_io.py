@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._checkpoints.files import load_file, save_file
+from .._checkpoints.not_tensors import MAIN_PARAMS_KEY as MAIN_PARAMS_KEY
 from ..core import directory_at
 
 if TYPE_CHECKING:
@@ -13,10 +14,6 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO as _Base
 else:
     _Base = object  # each of two packages puts its own there
-
-MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""Key in a checkpoint of 16-bit weights: the full fp32 main params by parameter name, in a list by optimizer (Trainer)
-or by the optimizer's key in the saved state (Fabric)."""
 
 
 class CompleteFileIO(_Base):

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import load_file
-from .._checkpoints.not_tensors import NOT_TENSORS
+from .._checkpoints.not_tensors import MAIN_PARAMS_KEY, NOT_TENSORS
 from ..core import EXTRA_FILE, CheckpointError
 from .trusting import open_checked, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""Key in a file of the fp32 main params by parameter name, for each optimizer."""
 
 _TRAINER_MARK = "pytorch-lightning_version"
 

@@ -97,12 +97,11 @@ def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
     models = {key: list(_entries(key, model, seen)) for key, model in parts.models.items()}
     optimizers = [_optimizer(key, state, parts, seen) for key, state in parts.optimizers.items()]
     others = [entry for key, value in parts.extra.items() for entry in _entries(key, value, seen)]
-    plain = {key: _plain(value) for key, value in parts.extra.items()}
+    plain = {
+        key: repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+        for key, value in parts.extra.items()
+    }
     return Contents(parts, models, optimizers, others, plain, sum(file.stat().st_size for file in files))
-
-
-def _plain(value: Any) -> str:
-    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def loads_with(contents: Contents) -> list[tuple[str, str]]:

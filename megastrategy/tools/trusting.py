@@ -66,12 +66,11 @@ def open_checked(path: Path, trust: bool) -> OpenDirectory:
         CheckpointError: if it is no directory of torch.distributed.checkpoint.
     """
     if not is_directory_checkpoint(path):
-        raise CheckpointError(
-            f"{path} {describe_deepspeed(path)}"
-            if describe_deepspeed(path)
-            else f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last. If a folder "
+        what = describe_deepspeed(path) or (
+            "is no complete sharded checkpoint: it has no .metadata, which is written last. If a folder "
             "has several checkpoints, or is of Accelerator.save_state, name one of the files or directories"
         )
+        raise CheckpointError(f"{path} {what}")
     if trust:
         return OpenDirectory(path)
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # importing it takes half a second

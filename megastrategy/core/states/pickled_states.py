@@ -38,12 +38,6 @@ def _without_other_elements(value: Any) -> Any:
     return value.clone() if is_view else value
 
 
-def unpacked(data: Any) -> States:
-    """Reverses :func:`packed`, into host memory. The bytes come from the group's own ranks and are trusted."""
-    states: States = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    return states
-
-
 def gather_states(
     by_param: Mapping[Any, Any], ranks: Collectives, device: torch.device, receives: Sequence[bool] | None = None
 ) -> Iterator[tuple[Any, Any]]:
@@ -72,7 +66,8 @@ def gather_states(
             return sent[start - first : end - first]
 
         for received in redistribute(read, before, after, ranks, torch.uint8, device, onto_host=True):
-            yield from unpacked(bytes_of(received))
+            # The bytes come from the group's own ranks and are trusted.
+            yield from torch.load(io.BytesIO(bytes_of(received)), map_location="cpu", weights_only=False)
 
 
 def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[Any]], ranks: Collectives) -> Any:
