@@ -118,7 +118,11 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
         resume += ", weights only: it holds no optimizer"
     if is_file:
         rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
-        return [('"megatron_ddp"', resume), ('"ddp", "auto", plain torch', resume + rounded)]
+        return [
+            ('"megatron_ddp"', resume),
+            ('"ddp", "auto"', resume + rounded),
+            ("plain torch", "torch.load(PATH), and load_state_dict of its values" + rounded),
+        ]
     # torch.distributed.checkpoint writes directories without it, which Lightning refuses
     if not (parts.path / EXTRA_FILE).is_file():
         resume = "not by a Trainer or Fabric, whose directories have a meta.pt"
