@@ -40,14 +40,20 @@ def save_directory(
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from .writers import make_writer
+    from .writers import PlannerInOrder, make_writer
 
     writer = make_writer(path, extra, is_apart)
     group = None if collectives is None else collectives.group
     try:
         with _failures_named(path), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*to save in a single process")
-            save(state, storage_writer=writer, process_group=group, no_dist=collectives is None)
+            save(
+                state,
+                storage_writer=writer,
+                planner=PlannerInOrder(),
+                process_group=group,
+                no_dist=collectives is None,
+            )
     except BaseException:
         writer.discard()
         raise
@@ -62,12 +68,13 @@ class BackgroundSave:
     def __init__(self, state: dict[str, Any], extra: dict[str, Any], path: Directory, collectives: Collectives) -> None:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        from .writers import make_writer
+        from .writers import PlannerInOrder, make_writer
 
         self._path = path
         self._writer = make_writer(path, to_host(extra), is_apart=False)
         self._future = cast(
-            Future[Any], async_save(state, storage_writer=self._writer, process_group=collectives.group)
+            Future[Any],
+            async_save(state, storage_writer=self._writer, planner=PlannerInOrder(), process_group=collectives.group),
         )
         self.actions_after: list[Callable[[], None]] = []
 

@@ -1,4 +1,4 @@
-"""torch's writers, for directories that are complete or missing.
+"""torch's writers and planner, for directories that are complete or missing.
 
 torch calls a writer on all ranks, and its ``prepare_global_plan`` and ``finish`` on rank 0 only: before the first rank
 writes, and after the last one has written. An error in any of these calls is raised on all ranks, so that none waits.
@@ -9,11 +9,13 @@ Importing this takes half a second, which is paid only to save directories.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -126,3 +128,18 @@ class StoreWriter(FsspecWriter):
 
     def discard(self) -> None:
         """Leaves what was written: without ``.metadata`` it is no checkpoint, and the next save writes over it."""
+
+
+class PlannerInOrder(DefaultSavePlanner):
+    """Lists names in the order of ranks, as one process would have saved them.
+
+    torch's own order begins with the last rank's names, which lack those that only the first rank writes.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        in_order: dict[str, Any] = {}
+        for plan in all_plans:
+            in_order |= {name: place for name, place in plan.planner_data.items() if name not in in_order}
+        self.metadata = dataclasses.replace(metadata, planner_data=in_order)
+        return plans, self.metadata
