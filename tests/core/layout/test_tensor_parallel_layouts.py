@@ -111,6 +111,6 @@ def test_tensor_ranks_round_in_the_same_way(dp: int, tp: int, cases: list[Case])
             unit = sum(UNIT[dtype] for name, dtype in case.options if name == "grad_wire_dtype")
             for name, weight in alone.weights.items():
                 error = float((first.weights[name] - weight).norm() / (weight - start[name]).norm())
-                assert error < (2 * unit or 1e-6), f"{case}, {name}: {error} of how far it was trained"
+                assert error < (2 * unit or 1e-5), f"{case}, {name}: {error} of how far it was trained"
             if unit:
                 assert any((first.weights[name] - weight).abs().max() > 1e-6 for name, weight in alone.weights.items())
