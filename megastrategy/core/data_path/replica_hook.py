@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .. import devices
 from ..collectives import Handle, Worker
 
 
@@ -45,8 +46,7 @@ class HookQueue:
         self._device = device
         self._worker = Worker()
         self._error: BaseException | None = None
-        self.streams = torch.get_device_module(device)  # those of torch.cpu do nothing
-        self.stream = self.streams.Stream(device)
+        self._stream = torch.get_device_module(device).Stream(device)  # that of torch.cpu does nothing
 
     def _submit(self, call: Callable[[], object]) -> Future[tuple[int, int]]:
         def run() -> None:
@@ -69,7 +69,8 @@ class HookQueue:
         """Returns the reduction of ``shard`` inside this replica, and then over all."""
 
         def reduce() -> None:
-            with self.streams.stream(self.stream):  # waits for this bucket only, not for the backward that is queued
+            # It waits for this bucket only, not for the backward that is queued.
+            with devices.on_stream(self._stream, self._device):
                 inside.wait()
                 self.hook.reduce(shard)
 
@@ -87,6 +88,10 @@ class HookQueue:
         self.wait(self._submit(lambda: self.hook.reduce(tensor)))
         return tensor.tolist()
 
+    def wait_for_stream(self) -> None:
+        """Makes the caller's stream wait for the shards whose calls have returned."""
+        devices.current_stream(self._device).wait_stream(self._stream)
+
     def stop(self) -> None:
         """Ends the thread after the queued calls."""
         self._worker.stop()
@@ -101,4 +106,4 @@ class _Hooked(Handle):
     def wait(self) -> None:
         self.ran_ns = self._queue.wait(self._future)
         self._inside.wait()
-        self._queue.streams.current_stream().wait_stream(self._queue.stream)
+        self._queue.wait_for_stream()
