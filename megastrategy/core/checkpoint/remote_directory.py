@@ -1,11 +1,12 @@
 """Directories in object stores and on other file systems that fsspec reaches: ``s3://...``, ``memory://...``.
 
 [Note: complete without a rename]
-A store writes one object atomically. It cannot rename several together, so no checkpoint can be prepared elsewhere and
-moved into place. Instead ``.metadata``, which is one object, is written last, and a directory without it is no
-checkpoint: torch and Lightning agree on that. A complete directory is never written into again, as in Megatron-LM,
-torchtitan and NeMo, whose directories have the step in their names. An interrupted save leaves objects without a
-``.metadata``, and the next save of that name writes over them.
+A store writes one object atomically. It cannot rename several together, so no directory can be prepared elsewhere and
+moved into place. Instead ``.metadata``, which is one object, appears last, and a directory without it is no checkpoint:
+torch and Lightning agree on that. torch writes it as ``.metadata.tmp`` and renames it: in a store, a copy of one
+object. A complete directory is never written into again, as in Megatron-LM, torchtitan and NeMo, whose directories have
+the step in their names. An interrupted save leaves objects without a ``.metadata``, and the next save of that name
+writes over them.
 """
 
 from __future__ import annotations
