@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megastrategy import DistributedDataParallelConfig
-from tests.support.gradients import batch
 
 POOLED = {"grad_buffer": "pooled"}
 
@@ -26,8 +25,3 @@ def one_large(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     numels = [param.numel() for param in module.parameters()]
     assert max(numels) > 0.85 * sum(numels)
     return module
-
-
-def half(model: Any, rank: int, number: int, sync: bool = True) -> None:
-    model.require_backward_grad_sync = sync
-    (model(batch(rank, number)).square().sum() * 0.5).backward()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from megastrategy.errors import MegastrategyError, ReducedGradError
 
 Place = Literal["before backward", "before step", "after step"]
-PLACES: tuple[Place, ...] = ("before backward", "before step", "after step")
 
 TORCH_DDP_MOVES_VERSIONS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 WHY_TORCH_DDP_REFUSES = "torch DDP of 2.11, which is compared with, moves the versions of buffers that it broadcasts"
