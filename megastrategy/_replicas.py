@@ -416,7 +416,7 @@ class Replicas:
         if self._manager.errored() is not None:
             return
         rows = {slot: row for slot, row in enumerate(table.tolist()) if row[0]}
-        mine = rows[self.slot]
+        this_row = rows[self.slot]
         self._is_over = any(row[3] for row in rows.values())
         columns = {1: "model, options, or number of ranks", 2: "weights at the start"}
         unequal = [column for column in columns if len({row[column] for row in rows.values()} - {0.0}) > 1]
@@ -424,17 +424,17 @@ class Replicas:
             # A replica that leaves now would end the group before others have the table.
             with contextlib.suppress(RuntimeError):  # of one that has left after it: the table is complete here
                 self._group.allreduce([torch.zeros(1, device=self._device)], self._sum_options()).wait()
-        if mine[0] > 1:
+        if this_row[0] > 1:
             self._fail(RuntimeError("two replicas have one number"))
             raise ReplicaMismatchError(f"two replicas have number {self.slot}: give each its own (REPLICA_GROUP_ID)")
         for column in unequal:
             self._fail(RuntimeError(f"a replica has another {columns[column]}, and ends"))
             right, _ = collections.Counter(row[column] for row in rows.values() if row[4]).most_common(1)[0]
-            if mine[column] not in (0, right):
-                others = [slot for slot, row in rows.items() if row[column] not in (0, mine[column])]
+            if this_row[column] not in (0, right):
+                unequal_slots = [slot for slot, row in rows.items() if row[column] not in (0, this_row[column])]
                 raise ReplicaMismatchError(
-                    f"replica {self.slot} has another {columns[column]} than replicas {others}. Build the same in all, "
-                    "with the same seed (torch.manual_seed) or the same checkpoint"
+                    f"replica {self.slot} has another {columns[column]} than replicas {unequal_slots}. Build the same "
+                    "in all, with the same seed (torch.manual_seed) or the same checkpoint"
                 )
 
     # --- the vote ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_default
+from ._checkpoints.not_tensors import MAIN_PARAMS_KEY
+from ._lightning.checkpoint_io import CompleteFileIO, with_default
 from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class

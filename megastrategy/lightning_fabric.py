@@ -10,7 +10,8 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 
-from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_default
+from ._checkpoints.not_tensors import MAIN_PARAMS_KEY
+from ._lightning.checkpoint_io import CompleteFileIO, with_default
 from ._lightning.fabric_strategy import FabricStrategy, forgetting
 from ._lightning.signature import strategy_class
 

@@ -16,7 +16,8 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from ._lightning.checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO, with_default
+from ._checkpoints.not_tensors import MAIN_PARAMS_KEY
+from ._lightning.checkpoint_io import CompleteFileIO, with_default
 from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class

@@ -78,10 +78,10 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
     del _given
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
-        own = directory_at(filepath)
+        directory = directory_at(filepath)
         # a store is the same for all, whatever the name
-        parent = own.parent if isinstance(own, Path) else None
+        parent = directory.parent if isinstance(directory, Path) else None
         of_rank_zero = self.broadcast(parent)
         # all ranks or none: otherwise each would wait for others to finish a directory that they do not have
         is_apart = self.reduce_boolean_decision(parent != of_rank_zero, all=False)
-        return (own, True) if is_apart else super()._directory_to_save(filepath)
+        return (directory, True) if is_apart else super()._directory_to_save(filepath)

@@ -120,14 +120,13 @@ def _problem(path: Path, start: bytes) -> str | None:
         return "is empty: its writer was ended before it wrote. Resume from another checkpoint"
     if start.startswith(b"\x80"):  # a pickle, as torch wrote until 2020: torch's own error says what is wrong
         return None
-    is_zip = start == _ZIP_START
-    # A zip file has its directory at the end, so one that was cut off has none.
-    if is_zip and not zipfile.is_zipfile(path):
-        return (
-            f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in place. "
-            "Resume from another checkpoint"
-        )
-    if is_zip:
+    if start == _ZIP_START:
+        # A zip file has its directory at the end, so one that was cut off has none.
+        if not zipfile.is_zipfile(path):
+            return (
+                f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in "
+                "place. Resume from another checkpoint"
+            )
         with zipfile.ZipFile(path) as archive:
             if any(name.split("/")[1:] == ["data.pkl"] for name in archive.namelist()):
                 return None

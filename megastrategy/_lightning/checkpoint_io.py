@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._checkpoints.files import load_file, save_file
-from .._checkpoints.not_tensors import MAIN_PARAMS_KEY as MAIN_PARAMS_KEY
 from ..core import directory_at
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from .._checkpoints.directories import (
 from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import trainable_weights, unmapped_copy
 from .._checkpoints.foreign import describe_value
-from .._checkpoints.not_tensors import NOT_TENSORS
+from .._checkpoints.not_tensors import MAIN_PARAMS_KEY, NOT_TENSORS
 from .._faults.process_collectives import checkpoint_collectives, enter_barrier
 from .._prepared_models import PreparedModels
 from .._replicas import Replicas
@@ -56,7 +56,6 @@ from ..core import (
     names_elsewhere,
 )
 from ..data import sampler_of
-from .checkpoint_io import MAIN_PARAMS_KEY
 from .launchers import refuse_notebook
 from .meshes import ModelMesh, allocate, empty_init_context, is_on_meta
 from .signature import ALL_REDUCE_OPTION, NO_SCALER, StrategyOptions, read_options

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from .._checkpoints.directories import OptimizerInDirectory, load_optimizers, written_by
 from .._checkpoints.files import trainable_weights, unmapped_copy
 from .._checkpoints.foreign import describe_value
+from .._checkpoints.not_tensors import MAIN_PARAMS_KEY
 from ..core import CheckpointError, DistributedOptimizer, Engine
-from .checkpoint_io import MAIN_PARAMS_KEY, CompleteFileIO
+from .checkpoint_io import CompleteFileIO
 from .meshes import ModelMesh
 
 LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on from the 16-bit weights"

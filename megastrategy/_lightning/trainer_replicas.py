@@ -94,19 +94,19 @@ class TrainerReplicas:
                 setattr(counters, name, getattr(counters, name) + num_since)
         self._is_behind = True
 
-    def _callbacks(self) -> list[Any]:
+    def _state_owners(self) -> list[Any]:
         """Returns the callbacks, the datamodule, and copies of the module in them, such as an average of weights."""
         trainer = self._trainer
-        owners = [*trainer.callbacks, *filter(None, [trainer.datamodule])]
+        owners = [*trainer.callbacks] if trainer.datamodule is None else [*trainer.callbacks, trainer.datamodule]
         modules = [each for owner in owners for each in vars(owner).values() if isinstance(each, Module)]
         return owners + [module for module in modules if module is not trainer.lightning_module]
 
     def _callbacks_state(self) -> list[Any]:
-        return [one.state_dict() for one in self._callbacks()]
+        return [owner.state_dict() for owner in self._state_owners()]
 
     def _take_callbacks(self, states: list[Any]) -> None:
-        for one, state in zip(self._callbacks(), states, strict=True):
-            one.load_state_dict(state)
+        for owner, state in zip(self._state_owners(), states, strict=True):
+            owner.load_state_dict(state)
 
     # --- a batch -----------------------------------------------------------------------------------------------------
 

@@ -57,11 +57,12 @@ def launch(arguments: Sequence[str]) -> None:
     ]
     parsed.module = True
     parsed.training_script = LAUNCHER
-    if parsed.cpu and (parsed.num_processes or 1) > 1 and not parsed.mpirun_hostfile:
+    starts_several_on_cpu = parsed.cpu and (parsed.num_processes or 1) > 1 and not parsed.mpirun_hostfile
+    if starts_several_on_cpu:
         # accelerate would start one process without a word; its launcher for GPUs starts several on any device
-        parsed.cpu, parsed.multi_gpu = False, True
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    if accelerate_keys.get("use_cpu"):
+        parsed.cpu = False
+        parsed.multi_gpu = True
+    if starts_several_on_cpu or accelerate_keys.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate itself says so to one process alone, not to several
     with tempfile.TemporaryDirectory() as folder:
         parsed.config_file = _write(accelerate_keys, Path(folder) / "accelerate.yaml") if accelerate_keys else None

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
+from megastrategy.lightning import MAIN_PARAMS_KEY
 from megastrategy.tools.checkpoint_parts import read_file
 from megastrategy.tools.conversion import consolidate, convert, names_from
 from tests.doors.fits import BATCHES_PER_EPOCH, assert_same_tensors

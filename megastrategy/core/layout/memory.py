@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -184,7 +185,7 @@ def describe_setup(
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
     ddp = memory_use_of_ddp(layout, state_tensors or 0)
-    text = _text_in_mib if ddp.total_bytes >= 2**20 else _text_in_kib
+    text = functools.partial(_text, unit="MiB" if ddp.total_bytes >= 2**20 else "KiB")
     for name, row in (("megatron_ddp", use), ("ddp", ddp)):
         # A whole optimizer's state is unknown before its first step, and a guess would be read as a promise.
         known = state_tensors is not None
@@ -233,9 +234,5 @@ def _describe_owners(owners: Owners) -> list[str]:
     return lines
 
 
-def _text_in_mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.2f} MiB"
-
-
-def _text_in_kib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**10:,.2f} KiB"
+def _text(num_bytes: int, unit: Literal["KiB", "MiB"]) -> str:
+    return f"{num_bytes / {'KiB': 2**10, 'MiB': 2**20}[unit]:,.2f} {unit}"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy._lightning.checkpoint_io import MAIN_PARAMS_KEY
 from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
+from megastrategy.lightning import MAIN_PARAMS_KEY
 from megastrategy.tools.checkpoint_parts import read_file
 from tests.support.comparison import assert_equal, message
 from tests.support.prescribed_grads import Ours, adam, assert_same_file, trained
