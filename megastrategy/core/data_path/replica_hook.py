@@ -43,10 +43,10 @@ class HookQueue:
 
     def __init__(self, hook: ReplicaHook, device: torch.device) -> None:
         self.hook = hook
-        self._device = device
+        self.device = device
         self._worker = Worker()
         self._error: BaseException | None = None
-        self._stream = torch.get_device_module(device).Stream(device)  # that of torch.cpu does nothing
+        self.stream = torch.get_device_module(device).Stream(device)  # that of torch.cpu does nothing
 
     def _submit(self, call: Callable[[], object]) -> Future[tuple[int, int]]:
         def run() -> None:
@@ -69,8 +69,7 @@ class HookQueue:
         """Returns the reduction of ``shard`` inside this replica, and then over all."""
 
         def reduce() -> None:
-            # It waits for this bucket only, not for the backward that is queued.
-            with devices.on_stream(self._stream, self._device):
+            with devices.on_stream(self.stream, self.device):  # waits for this bucket, not for the queued backward
                 inside.wait()
                 self.hook.reduce(shard)
 
@@ -84,13 +83,9 @@ class HookQueue:
 
     def means_of(self, numbers: Sequence[float]) -> list[float]:
         """Returns the means over replicas."""
-        tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         self.wait(self._submit(lambda: self.hook.reduce(tensor)))
         return tensor.tolist()
-
-    def wait_for_stream(self) -> None:
-        """Makes the caller's stream wait for the shards whose calls have returned."""
-        devices.current_stream(self._device).wait_stream(self._stream)
 
     def stop(self) -> None:
         """Ends the thread after the queued calls."""
@@ -106,4 +101,4 @@ class _Hooked(Handle):
     def wait(self) -> None:
         self.ran_ns = self._queue.wait(self._future)
         self._inside.wait()
-        self._queue.wait_for_stream()
+        devices.current_stream(self._queue.device).wait_stream(self._queue.stream)
