@@ -99,9 +99,9 @@ class Replicas:
         backend: str = "gloo",
         process_group: Any = None,
     ) -> None:
-        self.of = int(_setting(of, "of", "NUM_REPLICA_GROUPS"))
-        self.slot = int(_setting(slot, "slot", "REPLICA_GROUP_ID"))
-        self._lighthouse = str(_setting(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE"))
+        self.of = _setting(of, "of", "NUM_REPLICA_GROUPS", int)
+        self.slot = _setting(slot, "slot", "REPLICA_GROUP_ID", int)
+        self._lighthouse = _setting(lighthouse, "lighthouse", "TORCHFT_LIGHTHOUSE", str)
         if not 0 <= self.slot < self.of:
             raise ValueError(f"slot={self.slot}: expected a number from 0 to {self.of - 1}, since of={self.of}")
         if backend not in ("gloo", "nccl"):
@@ -566,8 +566,9 @@ def _as_number(digest: str) -> int:
     return int(digest, 16) % (1 << 52)  # which fp64 represents
 
 
-def _setting(value: Any, name: str, variable: str) -> Any:
+def _setting(value: Any, name: str, variable: str, kind: Callable[[Any], T]) -> T:
     value = os.environ.get(variable) if value is None else value
-    if value is None or value == "":
-        raise ValueError(f"Replicas({name}=): pass it, or set {variable}, as docs/replicas.md shows")
-    return value
+    with contextlib.suppress(ValueError):
+        if value not in (None, ""):
+            return kind(value)
+    raise ValueError(f"Replicas({name}={value!r}): pass it, or set {variable}, as docs/replicas.md shows")

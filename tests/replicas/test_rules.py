@@ -62,6 +62,9 @@ def test_contradicting_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="pass it, or set NUM_REPLICA_GROUPS"):
         Replicas()
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "two")
+    with pytest.raises(ValueError, match=r"'two'.*NUM_REPLICA_GROUPS"):
+        Replicas()
     for options, message in (
         ({"slot": 2}, r"slot=2: expected a number from 0 to 1"),
         ({"backend": "mpi"}, r"backend='mpi'"),
