@@ -16,7 +16,7 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from ._versions import RAY, require
-from .core import directory_at
+from .core import place_at
 
 require("ray.train.lightning", RAY)
 
@@ -78,10 +78,10 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
     del _given
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
-        directory = directory_at(filepath)
+        place = place_at(filepath)
         # a store is the same for all, whatever the name
-        parent = directory.parent if isinstance(directory, Path) else None
+        parent = place.parent if isinstance(place, Path) else None
         of_rank_zero = self.broadcast(parent)
         # all ranks or none: otherwise each would wait for others to finish a directory that they do not have
         is_apart = self.reduce_boolean_decision(parent != of_rank_zero, all=False)
-        return (directory, True) if is_apart else super()._directory_to_save(filepath)
+        return (place, True) if is_apart else super()._directory_to_save(filepath)

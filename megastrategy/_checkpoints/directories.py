@@ -26,9 +26,9 @@ from ..core import (
     DistributedOptimizer,
     OpenDirectory,
     RemoteDirectory,
-    directory_at,
     is_directory_checkpoint,
     names_elsewhere,
+    place_at,
 )
 from .directory_writer import BackgroundSave, save_directory
 from .files import load_file, unmapped_copy
@@ -76,7 +76,7 @@ def remove_directory(path: Directory) -> None:
 
 def existing_directory(path: str | Path) -> Directory | None:
     """Returns the place of an existing directory, complete or not; None for a file, or if nothing exists."""
-    place = directory_at(path)
+    place = place_at(path)
     return place if place.is_dir() else None
 
 

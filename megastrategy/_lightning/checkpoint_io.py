@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._checkpoints.files import load_file, save_file
-from ..core import directory_at
+from ..core import place_at
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -19,7 +19,7 @@ class CompleteFileIO(_Base):
     """Comes before a package's ``TorchCheckpointIO``, which handles remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        local = directory_at(path)
+        local = place_at(path)
         if not isinstance(local, Path) or storage_options is not None:  # options are refused by Lightning's
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
@@ -31,7 +31,7 @@ class CompleteFileIO(_Base):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        local = directory_at(path)
+        local = place_at(path)
         if not isinstance(local, Path) or not local.exists():  # a missing file is reported by Lightning's
             return super().load_checkpoint(path, map_location, weights_only)
         loaded: dict[str, Any] = load_file(local, map_location, weights_only)

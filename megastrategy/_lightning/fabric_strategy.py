@@ -51,9 +51,9 @@ from ..core import (
     OpenDirectory,
     adapt_scaler,
     announce_tokens,
-    directory_at,
     forget_announced,
     names_elsewhere,
+    place_at,
 )
 from ..data import sampler_of
 from .launchers import refuse_notebook
@@ -368,7 +368,7 @@ class FabricStrategy(_Base):
             value.require_all_ranks("fabric.save()", _SAVE_ON_ALL_RANKS)  # which ends in a barrier
         if self.state_dict_type == "sharded":
             refuse_storage_options(storage_options)
-            self._save_directory(directory_at(self.broadcast(path)), state, filter or {})
+            self._save_directory(place_at(self.broadcast(path)), state, filter or {})
             return
         # collective, so for every optimizer on every rank, although only rank 0 gets a result
         gathered = {key: value.main_params() for key, value in distributed.items()}

@@ -46,7 +46,7 @@ from ..core import (
     adapt_scaler,
     announce_tokens,
     combine_listeners,
-    directory_at,
+    place_at,
     to_host,
 )
 from ..data import sampler_of
@@ -537,7 +537,7 @@ class TrainerStrategy(_Base):
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""
-        return directory_at(super().broadcast(filepath)), False
+        return place_at(super().broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once its replacement is complete."""

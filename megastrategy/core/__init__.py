@@ -11,8 +11,8 @@ from .checkpoint import (
     OpenDirectory,
     RemoteDirectory,
     describe_missing_file,
-    directory_at,
     is_directory_checkpoint,
+    place_at,
 )
 from .collectives import (
     Collectives,
@@ -107,7 +107,6 @@ __all__ = [
     "cut_state",
     "describe_missing_file",
     "describe_unreduced",
-    "directory_at",
     "domain_of_all",
     "dtensors_of",
     "field_names",
@@ -125,6 +124,7 @@ __all__ = [
     "norms_over_owners",
     "num_collectives",
     "number_params",
+    "place_at",
     "private_group",
     "refuses_unknown_options",
     "replace_meta",

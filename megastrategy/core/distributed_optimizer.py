@@ -19,10 +19,10 @@ from .checkpoint import (
     OpenDirectory,
     as_on_rank_zero,
     completed_state,
-    directory_at,
     parts_of_main_params,
     parts_of_state,
     parts_to_write,
+    place_at,
     read_parts,
     require_everybody,
     whole_main_params,
@@ -538,7 +538,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        directory = path if isinstance(path, OpenDirectory) else OpenDirectory(directory_at(path))
+        directory = path if isinstance(path, OpenDirectory) else OpenDirectory(place_at(path))
         return read_parts(self._impl, directory, key)
 
     # --- copies -------------------------------------------------------------------------------------------------------

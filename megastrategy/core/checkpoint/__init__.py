@@ -11,7 +11,7 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, directory_at
+from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, place_at
 from .torch_helpers import with_device, without_device
 
 __all__ = [
@@ -23,11 +23,11 @@ __all__ = [
     "as_on_rank_zero",
     "completed_state",
     "describe_missing_file",
-    "directory_at",
     "is_directory_checkpoint",
     "parts_of_main_params",
     "parts_of_state",
     "parts_to_write",
+    "place_at",
     "read_parts",
     "require_everybody",
     "whole_main_params",

@@ -113,7 +113,7 @@ Directory = Path | RemoteDirectory
 """The place of a directory."""
 
 
-def directory_at(path: str | Path | RemoteDirectory) -> Directory:
+def place_at(path: str | Path | RemoteDirectory) -> Directory:
     """Returns the place at a path or URL: a Path on a local or mounted file system, otherwise a RemoteDirectory."""
     if isinstance(path, RemoteDirectory):
         return path
